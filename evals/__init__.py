@@ -1,0 +1,1 @@
+"""Grading, evaluation tasks and their statistics."""

@@ -1,0 +1,1 @@
+"""What Beam is: configuration, arithmetic, Megatron-Core modules, checkpoint names."""

@@ -1,0 +1,1 @@
+"""Beam in vLLM: plugin, routed-expert capture, weight transfer, engine profiles."""

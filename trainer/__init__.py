@@ -1,0 +1,1 @@
+"""The Megatron engine, and the SkyRL workers over it."""
