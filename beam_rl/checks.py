@@ -1,0 +1,195 @@
+"""Everything that can be found wrong before Ray starts: settings against each other, the model, the data.
+
+All functions raise BadInput and change nothing; `inputs` returns what it had to read anyway.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from beam_rl.model.errors import BadInput
+from beam_rl.problems import Problems, load_problems
+from beam_rl.recipe import Recipe
+
+
+def settings(recipe: Recipe) -> None:
+    """Cross-field rules of the recipe; the message names the key, its value and the remedy."""
+    trainer, generator = recipe.trainer, recipe.generator
+    positive = {
+        "trainer.max_training_steps": trainer.max_training_steps,
+        "trainer.train_batch_size": trainer.train_batch_size,
+        "trainer.policy_mini_batch_size": trainer.policy_mini_batch_size,
+        "trainer.update_epochs_per_batch": trainer.update_epochs_per_batch,
+        "trainer.max_tokens_per_microbatch": trainer.max_tokens_per_microbatch,
+        "trainer.max_prompt_length": trainer.max_prompt_length,
+        "trainer.policy.optimizer_config.lr": trainer.policy.optimizer_config.lr,
+        "trainer.policy.optimizer_config.max_grad_norm": trainer.policy.optimizer_config.max_grad_norm,
+        "trainer.algorithm.dynamic_sampling.max_sample_batches": (
+            trainer.algorithm.dynamic_sampling.max_sample_batches
+        ),
+        "generator.sampling_params.max_generate_length": generator.sampling_params.max_generate_length,
+        "generator.sampling_params.temperature": generator.sampling_params.temperature,
+        "generator.eval_n_samples_per_prompt": generator.eval_n_samples_per_prompt,
+        "trainer.placement.policy_num_nodes": trainer.placement.policy_num_nodes,
+        "trainer.placement.policy_num_gpus_per_node": trainer.placement.policy_num_gpus_per_node,
+        "generator.inference_engine.num_engines": generator.inference_engine.num_engines,
+    }
+    for key, value in positive.items():
+        if value is None or value <= 0:
+            raise BadInput(f"{key}={value}: must be above 0.")
+    if generator.n_samples_per_prompt < 2:
+        raise BadInput(
+            f"generator.n_samples_per_prompt={generator.n_samples_per_prompt}: a group of one has no advantage "
+            "(group-normalised rewards are 0). Use 2 or more; DAPO uses 16."
+        )
+    divides(recipe)
+    lengths(recipe)
+    supported(recipe)
+
+
+def divides(recipe: Recipe) -> None:
+    """Batches split evenly into mini-batches and over data-parallel ranks."""
+    trainer, samples = recipe.trainer, recipe.generator.n_samples_per_prompt
+    batch, mini = trainer.train_batch_size, trainer.policy_mini_batch_size
+    if batch % mini:
+        raise BadInput(
+            f"trainer.train_batch_size={batch} does not divide into mini-batches of "
+            f"trainer.policy_mini_batch_size={mini} prompts. Make the first a multiple of the second."
+        )
+    if recipe.world_size % recipe.model_parallel:
+        raise BadInput(
+            f"trainer.placement: {recipe.world_size} processes do not divide by "
+            f"tensor * pipeline * context parallel = {recipe.model_parallel}."
+        )
+    if mini * samples % recipe.data_parallel:
+        raise BadInput(
+            f"trainer.policy_mini_batch_size={mini} x generator.n_samples_per_prompt={samples} samples do not divide "
+            f"over {recipe.data_parallel} data-parallel ranks."
+        )
+
+
+def lengths(recipe: Recipe) -> None:
+    """Token budgets fit each other."""
+    limit = recipe.generator.sampling_params.max_generate_length
+    overlong = recipe.beam.overlong
+    if overlong is not None and overlong.buffer >= limit:
+        raise BadInput(
+            f"beam.overlong.buffer={overlong.buffer}: must be less than "
+            f"generator.sampling_params.max_generate_length={limit}. Shrink it, or set beam.overlong=null."
+        )
+
+
+def supported(recipe: Recipe) -> None:
+    """Combinations that train wrongly, or that this version does not do."""
+    trainer, generator = recipe.trainer, recipe.generator
+    sampling = generator.sampling_params
+    engine = generator.inference_engine
+    refusals = {
+        "generator.sampling_params.top_p": (sampling.top_p != 1.0, sampling.top_p, "1.0"),
+        "generator.sampling_params.top_k": (sampling.top_k not in (-1, 0), sampling.top_k, "-1"),
+        "generator.sampling_params.min_p": (sampling.min_p != 0.0, sampling.min_p, "0.0"),
+    }
+    for key, (refused, value, remedy) in refusals.items():
+        if refused:
+            raise BadInput(
+                f"{key}={value}: cuts tokens from the rollout's distribution that the trainer's log-probs still count. "
+                f"Set it to {remedy} for training (evaluation may use it)."
+            )
+    if trainer.algorithm.dynamic_sampling.type not in (None, "filter"):
+        raise BadInput(
+            f"trainer.algorithm.dynamic_sampling.type={trainer.algorithm.dynamic_sampling.type!r}: "
+            "DAPO's is 'filter'; null turns dynamic sampling off."
+        )
+    for key, on in {
+        "trainer.placement.colocate_all": trainer.placement.colocate_all,
+        "trainer.fully_async.enabled": trainer.fully_async.enabled,
+        "generator.step_wise_trajectories": generator.step_wise_trajectories,
+        "generator.apply_overlong_filtering": generator.apply_overlong_filtering and recipe.beam.overlong is not None,
+        "trainer.algorithm.zero_variance_filter": trainer.algorithm.zero_variance_filter,
+        "generator.batched": generator.batched,
+        "generator.vision_language_generator": generator.vision_language_generator,
+        "trainer.mtp.enabled": trainer.mtp.enabled,
+        "trainer.policy.model.lora": trainer.policy.model.lora.rank > 0,
+        "trainer.critic.model.path": bool(trainer.critic.model.path),
+    }.items():
+        if on:
+            raise BadInput(f"{key}: not supported by this version together with the rest of the recipe. Remove it.")
+    if recipe.beam.device == "cpu" and (engine.tensor_parallel_size > 1 or recipe.world_size > 1):
+        raise BadInput(
+            "beam.device=cpu runs one trainer process and one engine process: set "
+            "generator.inference_engine.tensor_parallel_size and trainer.placement.policy_num_gpus_per_node to 1."
+        )
+
+
+def folder(recipe: Recipe, resume: bool) -> None:
+    """A new run needs a new folder; a resumed one needs a checkpoint."""
+    where = recipe.run_dir
+    if not resume and where.exists() and (not where.is_dir() or any(where.iterdir())):
+        raise BadInput(f"beam.run_dir={where}: exists. Go on with --resume {where}, or choose another folder.")
+    if resume and not (where / "checkpoints" / "latest_ckpt_global_step.txt").is_file():
+        raise BadInput(f"--resume {where}: has no finished checkpoint to go on from. Start the recipe anew.")
+
+
+def inputs(recipe: Recipe, report: Callable[[str], None] = print) -> tuple[Any, Problems, Problems | None]:
+    """Check the model folder, the tokenizer and the data files against each other.
+
+    `report` gets one line about prompts that were dropped. Returns (tokenizer, training problems, held-out problems).
+    """
+    assert recipe.model_path is not None
+    config = model(recipe.model_path)
+    tokenizer = load_tokenizer(recipe.model_path, config.vocab_size)
+    room = config.max_position_embeddings - recipe.trainer.max_prompt_length
+    limit = recipe.generator.sampling_params.max_generate_length
+    if room < limit:
+        raise BadInput(
+            f"trainer.max_prompt_length={recipe.trainer.max_prompt_length} + "
+            f"generator.sampling_params.max_generate_length={limit} tokens are more than the model's "
+            f"max_position_embeddings={config.max_position_embeddings}."
+        )
+    drop = recipe.beam.long_prompts == "drop"
+    train = load_problems(recipe.data.train_data, "data.train_data", tokenizer, recipe, drop, report)
+    if len(train) < recipe.trainer.train_batch_size:
+        raise BadInput(
+            f"data.train_data: {len(train)} problems are fewer than trainer.train_batch_size="
+            f"{recipe.trainer.train_batch_size}."
+        )
+    held_out = None
+    if recipe.data.val_data and recipe.trainer.eval_interval > 0:
+        held_out = load_problems(recipe.data.val_data, "data.val_data", tokenizer, recipe, drop, report)
+    return tokenizer, train, held_out
+
+
+def model(path: Path) -> Any:
+    """The checkpoint's configuration, after a comparison of its tensors' names and shapes with what Beam needs."""
+    from beam_rl.model.checkpoint import HFCheckpoint
+    from beam_rl.model.config import load_config
+
+    config = load_config(path)
+    HFCheckpoint(path).validate(config)
+    return config
+
+
+def load_tokenizer(path: Path, vocabulary: int) -> Any:
+    """The folder's tokenizer, as SkyRL loads it. Raises BadInput: none, no chat template, another vocabulary."""
+    from transformers import AutoTokenizer
+
+    if not (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
+        raise BadInput(f"{path}: has no tokenizer (tokenizer.json). Copy the model's tokenizer files there.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"{path}: the tokenizer cannot be read: {error}") from error
+    size = len(tokenizer)
+    padding = max(128, vocabulary // 100)  # embedding rows are often padded to a round number
+    if size > vocabulary or vocabulary - size >= padding:
+        raise BadInput(
+            f"{path}: the tokenizer has {size} tokens but the model's vocab_size is {vocabulary}. "
+            "They belong to different models."
+        )
+    if tokenizer.chat_template is None:
+        raise BadInput(f"{path}: the tokenizer has no chat template (chat_template.jinja); prompts are conversations.")
+    if tokenizer.eos_token_id is None:
+        raise BadInput(f"{path}: the tokenizer names no eos_token; no response would end.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

