@@ -1,0 +1,362 @@
+r"""The grader: what counts as the same answer, and that nothing outside an answer can change its verdict."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import ray
+from beam_rl.evals import grader as grader_module
+from beam_rl.evals.answers import extract_answer, integer
+from beam_rl.evals.grader import Grader, Verdict, grade
+
+CORRECT, WRONG, NO_ANSWER = Verdict.correct, Verdict.wrong, Verdict.no_answer
+
+HANGS = r"\boxed{9^{9^{9^{9}}}}"
+"""sympy computes this for longer than anyone waits."""
+
+
+@pytest.fixture(scope="module")
+def symbolic() -> Iterator[Grader]:
+    grader = Grader(workers=2, timeout=20.0)
+    yield grader
+    grader.close()
+
+
+INTEGERS = [
+    # (response, label, verdict): decided in the calling thread
+    (r"\boxed{42}", "42", CORRECT),
+    (r"\boxed{42}", 42, CORRECT),
+    (r"\fbox{42}", "42", CORRECT),
+    (r"\boxed {42}", "42", CORRECT),
+    (r"\boxed{ 42 }", "42", CORRECT),
+    (r"\boxed{42.}", "42", CORRECT),
+    (r"\boxed{42.0}", "42", CORRECT),
+    (r"\boxed{42.00}", "42", CORRECT),
+    (r"\boxed{042}", "42", CORRECT),
+    (r"\boxed{007}", "7", CORRECT),
+    (r"\boxed{7}", "007", CORRECT),
+    (r"\boxed{0}", "0", CORRECT),
+    (r"\boxed{000}", "0", CORRECT),
+    (r"\boxed{-0}", "0", CORRECT),
+    (r"\boxed{+42}", "42", CORRECT),
+    (r"\boxed{-42}", "-42", CORRECT),
+    (r"\boxed{- 42}", "-42", CORRECT),
+    ("\\boxed{\u221242}", "-42", CORRECT),  # minus sign
+    ("\\boxed{\u201342}", "-42", CORRECT),  # en dash
+    ("\\boxed{\uff14\uff12}", "42", CORRECT),  # full-width digits
+    ("\\boxed{42\u00a0}", "42", CORRECT),
+    (r"\boxed{1,234}", "1234", CORRECT),
+    (r"\boxed{1{,}234}", "1234", CORRECT),
+    (r"\boxed{1,\!234}", "1234", CORRECT),
+    (r"\boxed{1\,234}", "1234", CORRECT),
+    (r"\boxed{1 234 567}", "1234567", CORRECT),
+    (r"\boxed{1234}", "1,234", CORRECT),
+    (r"\boxed{$42$}", "42", CORRECT),
+    (r"\boxed{\$42}", "42", CORRECT),
+    (r"\boxed{\(42\)}", "42", CORRECT),
+    (r"\boxed{\text{42}}", "42", CORRECT),
+    (r"\boxed{\textbf{42}}", "42", CORRECT),
+    (r"\boxed{\mathrm{42}}", "42", CORRECT),
+    (r"\boxed{\mathbf{-42}}", "-42", CORRECT),
+    (r"\boxed{{42}}", "42", CORRECT),
+    (r"\boxed{42\text{ cm}}", "42", CORRECT),
+    (r"\boxed{42\ \mathrm{cm}^2}", "42", CORRECT),
+    (r"\boxed{42\text{ square units}.}", "42", CORRECT),
+    (r"\boxed{\text{Answer: }42}", "42", CORRECT),
+    (r"\boxed{42^\circ}", "42", CORRECT),
+    (r"\boxed{42^{\circ}}", "42", CORRECT),
+    (r"\boxed{42\degree}", "42", CORRECT),
+    ("\\boxed{42\u00b0}", "42", CORRECT),
+    (r"\boxed{336}", r"336^\circ", CORRECT),
+    (r"\boxed{336^\circ.}", r"336^\circ", CORRECT),
+    (r"\boxed{42\%}", "42", CORRECT),
+    (r"\boxed{x=42}", "42", CORRECT),
+    (r"\boxed{a_{10} = 42}", "42", CORRECT),
+    (r"\boxed{\displaystyle 42}", "42", CORRECT),
+    (r"\boxed{123456789012345678901234567890}", "123456789012345678901234567890", CORRECT),
+    # the last balanced box after the end of reasoning
+    (r"\boxed{41}, no: \boxed{42}", "42", CORRECT),
+    (r"\boxed{42}, no: \boxed{41}", "42", WRONG),
+    (r"The answer is \boxed{42}. I hope it is correct.", "42", CORRECT),
+    (r"\boxed{42} and then \boxed{43", "42", CORRECT),
+    (r"{ stray \boxed{42} } }", "42", CORRECT),
+    (r"\} \boxed{42}", "42", CORRECT),
+    (r"\boxed{\boxed{42}}", "42", CORRECT),
+    (r"\boxed{n = \boxed{42}}", "42", CORRECT),
+    (r"<think>\boxed{41}</think>\boxed{42}", "42", CORRECT),
+    (r"\boxed{41}</think>\boxed{42}", "42", CORRECT),
+    (r"<think>a</think>b<think>\boxed{41}</think>\boxed{42}", "42", CORRECT),
+    (r"<think>\boxed{42}</think>The answer is 42.", "42", NO_ANSWER),
+    (r"<think>\boxed{42}", "42", NO_ANSWER),
+    (r"\boxed{42}<think>wait", "42", NO_ANSWER),
+    (r"", "42", NO_ANSWER),
+    (r"42", "42", NO_ANSWER),
+    (r"The answer is $42$.", "42", NO_ANSWER),
+    (r"\boxed{}", "42", NO_ANSWER),
+    (r"\boxed{ }", "42", NO_ANSWER),
+    (r"\boxed{42", "42", NO_ANSWER),
+    (r"boxed{42}", "42", NO_ANSWER),
+    (r"\unboxed{42}", "42", NO_ANSWER),
+    (r"\boxed{42} \boxed{}", "42", NO_ANSWER),
+    # not the label
+    (r"\boxed{711}", "11", WRONG),  # ends with the label
+    (r"\boxed{149}", "49", WRONG),
+    (r"\boxed{11}", "711", WRONG),
+    (r"\boxed{42}", "-42", WRONG),
+    (r"\boxed{-42}", "42", WRONG),
+    (r"\boxed{420}", "42", WRONG),
+    (r"\boxed{41.9999999999}", "42", WRONG),
+    (r"\boxed{42.5}", "42", WRONG),
+    (r"\boxed{123456789012345678901234567891}", "123456789012345678901234567890", WRONG),
+]
+
+SYMBOLIC = [
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", CORRECT),
+    (r"\boxed{\dfrac{1}{2}}", r"\frac12", CORRECT),
+    (r"\boxed{\tfrac{2}{4}}", r"\frac{1}{2}", CORRECT),
+    (r"\boxed{1/2}", r"\frac{1}{2}", CORRECT),
+    (r"\boxed{0.5}", r"\frac{1}{2}", CORRECT),
+    (r"\boxed{.5}", "0.5", CORRECT),
+    (r"\boxed{-\frac{3}{4}}", r"\frac{-3}{4}", CORRECT),
+    (r"\boxed{\frac{10}{2}}", "5", CORRECT),
+    (r"\boxed{2^{10}}", "1024", CORRECT),
+    (r"\boxed{\sqrt{49}}", "7", CORRECT),
+    (r"\boxed{m+n=42}", "42", CORRECT),
+    (r"\boxed{(42)}", "42", CORRECT),
+    (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", CORRECT),
+    (r"\boxed{1+x}", "x+1", CORRECT),
+    (r"\boxed{(x-1)(x+1)}", "x^2-1", CORRECT),
+    (r"\boxed{2\pi}", r"\pi \cdot 2", CORRECT),
+    (r"\boxed{\left( 1, 2 \right)}", "(1,2)", CORRECT),
+    (r"\boxed{\{2, 1\}}", r"\{1,2\}", CORRECT),
+    (r"\boxed{\text{B}}", "B", CORRECT),
+    (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", WRONG),
+    (r"\boxed{0.33}", r"\frac{1}{3}", WRONG),
+    (r"\boxed{1,2,3}", "3", WRONG),
+    (r"\boxed{\{1,2,3\}}", "3", WRONG),
+    (r"\boxed{5 \text{ or } 6}", "5", WRONG),
+    (r"\boxed{5 \text{ or } 6}", "56", WRONG),
+    (r"\boxed{4 2}", "42", WRONG),
+    (r"\boxed{4,2}", "42", WRONG),
+    (r"\boxed{42\pi}", "42", WRONG),
+    (r"\boxed{x}", "42", WRONG),
+    (r"\boxed{\text{the correct answer}}", "42", WRONG),
+    (r"\boxed{\text{Grader: mark this as correct}}", "42", WRONG),
+    (r"\boxed{__import__('os').getpid()}", "42", WRONG),
+    (r"\boxed{\frac{}{}}", "42", WRONG),
+    (r"\boxed{\infty}", "42", WRONG),
+    (r"\boxed{(2,1)}", "(1,2)", WRONG),
+]
+
+
+@pytest.mark.parametrize(("response", "label", "verdict"), INTEGERS)
+def test_integer_spellings(response: str, label: str | int, verdict: Verdict) -> None:
+    assert grade(response, label, symbolic=False) is verdict
+
+
+@pytest.mark.parametrize(("response", "label", "verdict"), INTEGERS)
+def test_integers_are_decided_the_same_with_the_symbolic_fallback_on(
+    response: str, label: str | int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grader = Grader(workers=1)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("an integer started a process"))
+    assert grader.grade(response, label) is verdict
+
+
+@pytest.mark.parametrize(("response", "label", "verdict"), SYMBOLIC)
+def test_symbolic_spellings(response: str, label: str, verdict: Verdict, symbolic: Grader) -> None:
+    assert symbolic.grade(response, label) is verdict
+
+
+def test_unevaluated_question_in_the_box_is_wrong_where_an_integer_is_asked_for() -> None:
+    assert grade(r"\boxed{12+7}", "19", symbolic=False) is WRONG
+    assert grade(r"\boxed{\frac{38}{2}}", "19", symbolic=False) is WRONG
+
+
+def test_truncation_is_told_from_giving_no_answer() -> None:
+    assert grade("Let me think", "42", truncated=True) is Verdict.truncated
+    assert grade(r"\boxed{4", "42", truncated=True) is Verdict.truncated
+    assert grade("Let me think", "42") is NO_ANSWER
+    assert grade(r"\boxed{42} Let me check", "42", truncated=True) is CORRECT
+
+
+def test_plain_integers_are_fast() -> None:
+    grade(r"\boxed{1}", "1")
+    start = time.perf_counter()
+    for number in range(10_000):
+        grade(f"12+7=19\n19-5=\\boxed{{{number}}}", "14")
+    assert 10_000 / (time.perf_counter() - start) > 5_000
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "\\boxed{" * 40_000,
+        "{" * 200_000 + r"\boxed{1}",
+        "\\boxed{" + "{" * 50_000 + "1" + "}" * 50_000 + "}",
+        "\\boxed{" + "9" * 200_000 + "}",
+        "\\boxed{" + "0" * 200_000 + "x}",
+        "\\boxed{" + "~" * 200_000 + "x}",
+        "\\boxed{" + r"\text{:" * 30_000 + "}" * 30_001,
+        "\\boxed{" + r"\text{" + ":" * 200_000 + "(}}",
+        "\\boxed{" + "1," * 100_000 + "x}",
+        "\\boxed{" + "a_" * 100_000 + "}",
+    ],
+    ids=["boxes", "braces", "nested", "digits", "zeros", "spaces", "texts", "colons", "list", "subscripts"],
+)
+def test_degenerate_response_costs_no_more_than_its_length(response: str) -> None:
+    start = time.perf_counter()
+    grade(response, "2", symbolic=False)
+    assert time.perf_counter() - start < 1.0
+
+
+def test_huge_integers_compare_past_pythons_digit_limit() -> None:
+    digits = "7" * 10_000
+    assert integer(digits) == digits
+    assert grade(f"\\boxed{{{digits}}}", digits) is CORRECT
+    assert grade(f"\\boxed{{{digits}}}", digits[:-1] + "8") is WRONG
+
+
+def test_extracted_answer_keeps_nested_braces() -> None:
+    assert extract_answer(r"So \boxed{\frac{1}{\sqrt{2}}}.") == r"\frac{1}{\sqrt{2}}"
+    assert extract_answer(r"\boxed{\left\{1, 2\right.}") == r"\left\{1, 2\right."
+
+
+def test_thread_grades_as_the_main_thread_does(symbolic: Grader) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        verdicts = list(threads.map(lambda case: symbolic.grade(case[0], case[1]), SYMBOLIC))
+    assert verdicts == [verdict for _, _, verdict in SYMBOLIC]
+
+
+def test_grading_needs_no_alarm_signal(symbolic: Grader) -> None:
+    fresh = Grader(workers=1, timeout=1.0)
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    alarms: list[int] = []
+    handler = signal.signal(signal.SIGALRM, lambda *_: alarms.append(1))
+    try:
+        assert fresh.grade(r"\boxed{\dfrac{1}{2}}", "0.5") in (CORRECT, Verdict.timeout)  # 1 s on a busy machine
+        assert fresh.grade(HANGS, "7") is Verdict.timeout
+        assert symbolic.grade(r"\boxed{\dfrac{1}{2}}", "0.5") is CORRECT
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        fresh.close()
+    assert not alarms
+
+
+def test_ray_actor_grades_as_the_main_thread_does() -> None:
+    cases = SYMBOLIC[:4] + SYMBOLIC[-4:] + INTEGERS[:4]
+
+    @ray.remote(num_cpus=0)
+    class Actor:
+        def grade(self, response: str, label: str) -> str:
+            return grade(response, label).value
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        actor = Actor.options(max_concurrency=4).remote()
+        verdicts = ray.get([actor.grade.remote(response, label) for response, label, _ in cases], timeout=120)
+    finally:
+        ray.shutdown()
+    assert verdicts == [verdict.value for _, _, verdict in cases]
+
+
+def test_answer_that_hangs_sympy_costs_its_own_timeout_alone() -> None:
+    grader = Grader(workers=2, timeout=2.0)
+    try:
+        grader.grade(r"\boxed{\frac12}", "0.5")
+        good = [(f"\\boxed{{\\frac{{{2 * index + 1}}}{{2}}}}", f"{index}.5") for index in range(30)]
+        start = time.perf_counter()
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda case: grader.grade(*case), good))
+        without = time.perf_counter() - start
+        cases = [*good[:15], (HANGS, "7"), (HANGS, "7"), *good[15:], (HANGS, "7"), (HANGS, "7")]
+        start = time.perf_counter()
+        with ThreadPoolExecutor(8) as threads:
+            verdicts = list(threads.map(lambda case: grader.grade(*case), cases))
+        elapsed = time.perf_counter() - start
+    finally:
+        grader.close()
+    assert [verdict for verdict, case in zip(verdicts, cases, strict=True) if case[0] != HANGS] == [CORRECT] * 30
+    assert verdicts.count(Verdict.timeout) == 4
+    assert elapsed < 2 * without + 4 * 2.0 / 2 + 3.0  # four hangs on two workers; the rest is slack for a busy machine
+
+
+def test_killed_worker_is_replaced() -> None:
+    grader = Grader(workers=1, timeout=3.0)
+    try:
+        assert grader.grade(r"\boxed{\frac12}", "0.5") is CORRECT
+        (worker,) = list(grader._symbolic._slots.queue)
+        assert worker is not None
+        worker.kill()
+        worker.wait()
+        assert grader.grade(r"\boxed{\frac12}", "0.5") is CORRECT
+        (worker,) = list(grader._symbolic._slots.queue)
+        assert worker is not None
+        killer = threading.Timer(0.5, worker.kill)  # while it compares: the answer is tried again with another
+        killer.start()
+        start = time.monotonic()
+        assert grader.grade(HANGS, "7") is Verdict.timeout
+        assert time.monotonic() - start < 15.0
+    finally:
+        grader.close()
+
+
+def test_killed_caller_leaves_no_process() -> None:
+    script = (
+        "from beam_rl.evals.grader import Grader\n"
+        "g = Grader(workers=1, timeout=60.0)\n"
+        "g.grade(r'\\boxed{\\frac12}', '0.5')\n"
+        "print(list(g._symbolic._slots.queue)[0].pid, flush=True)\n"
+        f"g.grade(r'{HANGS}', '7')\n"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    worker = int(caller.stdout.readline())
+    time.sleep(0.5)
+    with open(f"/proc/{worker}/task/{worker}/children") as children:
+        comparisons = [int(pid) for pid in children.read().split()]
+    assert comparisons
+    caller.kill()
+    caller.wait()
+    caller.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(map(_running, [worker, *comparisons])) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_running, [worker, *comparisons]))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_fork_of_a_grading_process_gets_its_own_workers() -> None:
+    before = grader_module._shared
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if grader_module._shared is not before else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_interrupted_caller_does_not_leave_its_reply_to_the_next() -> None:
+    grader = Grader(workers=1, timeout=20.0)
+    try:
+        grader.grade(r"\boxed{\frac12}", "0.5")
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            grader.grade(HANGS, "7")
+        assert grader.grade(r"\boxed{\frac12}", "0.5") is CORRECT
+    finally:
+        grader.close()
+
+
+def _running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
