@@ -129,16 +129,47 @@ def route_weights(logits: Tensor, ids: Tensor, normalise: bool = True) -> Tensor
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) if normalise else weights
 
 
-def combine_experts(outputs: Tensor, weights: Tensor, scaling: float) -> Tensor:
-    """Weighted sum of the chosen experts' outputs: float32 throughout, one rounding.
+def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Linear map of rows by their experts' matrices: grouped GEMM with float32 accumulation.
+
+    On a CPU the result is float32, as in vLLM's CPU expert kernel, which rounds only after SwiGLU and after the
+    weighted sum (PyTorch's grouped GEMM is no slower in float32 there). On a GPU it is rounded to x's dtype.
 
     Args:
-        outputs: [tokens, topk, hidden], each rounded by its down projection.
+        x: [rows, in], sorted by expert.
+        weight: [experts, out, in].
+        ends: int32 [experts], the row after each expert's last.
+    """
+    if x.device.type == "cpu":
+        x, weight = x.float(), weight.float()
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
+    """SwiGLU MLPs of rows x [rows, hidden] sorted by expert; SwiGLU's output is rounded to x's dtype.
+
+    Args:
+        gate_up: [experts, 2 * intermediate, hidden], gate above up.
+        down: [experts, hidden, intermediate].
+        ends: int32 [experts], the row after each expert's last.
+
+    Returns:
+        [rows, hidden], rounded as `expert_linear` does.
+    """
+    gate, up = expert_linear(x, gate_up, ends).chunk(2, dim=-1)
+    return expert_linear(swiglu(gate, up).to(x.dtype), down, ends)
+
+
+def combine_experts(outputs: Tensor, weights: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """Weighted sum of the chosen experts' outputs: float32 throughout, then one rounding to dtype.
+
+    Args:
+        outputs: [tokens, topk, hidden].
         weights: float32 [tokens, topk].
         scaling: the routed scaling factor, applied to the sum.
     """
     total = torch.bmm(weights[:, None, :], outputs.float())[:, 0]
-    return (total * scaling).to(outputs.dtype)
+    return (total * scaling).to(dtype)
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:

@@ -1,0 +1,168 @@
+"""Beam's mixture of experts on Megatron-Core: float32 router with replay, token dispatch, grouped expert GEMMs."""
+
+from typing import Any
+
+import torch
+from beam_rl.model import numerics
+from beam_rl.model.batch import PackedBatch
+from beam_rl.model.experts import BeamExperts
+from beam_rl.model.rows import spread_rows, take_rows
+from beam_rl.model.transformer_config import BeamTransformerConfig
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+
+class BeamRouter(Router):
+    """Sigmoid scores, groups, correction bias; weight and bias stay float32 whatever the model's dtype becomes."""
+
+    config: BeamTransformerConfig
+    expert_bias: Tensor
+
+    def __init__(self, config: BeamTransformerConfig, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
+        super().__init__(config, pg_collection, is_mtp_layer)
+        self.register_buffer("expert_bias", torch.zeros(config.beam.num_experts, dtype=torch.float32))
+
+    def reset_parameters(self) -> None:
+        """Initialise; unlike Megatron's router, keep float32."""
+        if self.config.perform_initialization:
+            self.config.init_method(self.weight)
+        self.weight.sequence_parallel = self.config.sequence_parallel
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "BeamRouter":
+        exact = (self.weight.data, self.expert_bias)
+        super()._apply(fn, recurse)
+        if self.weight.dtype != torch.float32:  # a cast, as of `model.bfloat16()`: undo it without its rounding
+            weight, bias = exact
+            self.weight.data = weight.to(self.weight.device)
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 and ids int64, [tokens, topk] each, of logits float32 [tokens, experts]."""
+        hf = self.config.beam
+        assert hf.n_group is not None
+        assert hf.topk_group is not None
+        return numerics.route(
+            logits, self.expert_bias, hf.num_experts_per_tok, hf.n_group, hf.topk_group, hf.norm_topk_prob
+        )
+
+    def forward(self, input: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Route hidden states [tokens (/ tp if sequence parallel), 1, hidden], with the batch's routes if it has any.
+
+        Replayed experts get the weights that this router gives them, so its gradient is the replayed choice's.
+        """
+        logits = numerics.router_logits(input.flatten(0, 1), self.weight)
+        layer = self.layer_number - 1
+        replay = batch.layer_routes(layer)
+        if replay is None:
+            weights, ids = self.routing(logits)
+        else:
+            ids = self._replayed_ids(logits, *replay)
+            weights = numerics.route_weights(logits, ids, self.config.beam.norm_topk_prob)
+        if batch.record:
+            split = self.config.sequence_parallel and self.tp_group.size() > 1
+            batch.recorded[layer] = gather_from_sequence_parallel_region(ids, group=self.tp_group) if split else ids
+        return weights, ids
+
+    def _replayed_ids(self, logits: Tensor, ids: Tensor, captured: Tensor | None) -> Tensor:
+        if self.config.sequence_parallel and self.tp_group.size() > 1:
+            ranks, rank = self.tp_group.size(), self.tp_group.rank()
+            ids = ids.chunk(ranks)[rank]
+            captured = None if captured is None else captured.chunk(ranks)[rank]
+        if len(ids) != len(logits):
+            raise ValueError(f"{len(ids)} rows of routes for {len(logits)} tokens")
+        if captured is None:
+            return ids
+        with torch.no_grad():
+            own = self.routing(logits)[1]
+        return torch.where(captured[:, None], ids, own)
+
+
+class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all dispatcher, told of routes as ids and weights, [tokens, topk] each.
+
+    Expert outputs come back unweighted, and are weighted and summed at home in float32 in the order of a token's
+    experts: one rounding, whatever the layout. (Megatron weights inside the experts and sums in the model's dtype.)
+    """
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sort copies of the rows of hidden_states by expert; routing_map holds ids and probs holds weights."""
+        ids = routing_map
+        self.hidden_shape = hidden_states.shape
+        self.probs = probs
+        counts = torch.zeros(len(ids), self.num_experts, dtype=torch.int32, device=ids.device)
+        counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))
+        self.tokens_per_expert = self.preprocess(counts)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
+        order = ids.flatten().argsort(stable=True)
+        self.places = torch.empty_like(order)
+        self.places[order] = torch.arange(len(order), device=order.device)
+        topk = ids.shape[1]
+        return spread_rows(hidden_states.flatten(0, -2), order // topk, self.places, topk), None
+
+    def token_dispatch(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, None]:
+        """Send rows to the ranks of their experts; the weights stay at home."""
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
+        return all_to_all(self.ep_group, rows, self.output_splits, self.input_splits), None
+
+    def dispatch_postprocess(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        """Bring the rows of each local expert together: rows, rows per local expert."""
+        if self.ep_size == self.tp_size == 1:  # they already are
+            tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+            return rows, self._maybe_dtoh_and_synchronize("before_finish", tokens_per_expert), None
+        if self.tp_size > 1:
+            sizes = None if self.output_splits_tp is None else self.output_splits_tp.tolist()
+            rows = gather_from_sequence_parallel_region(rows, group=self.tp_group, output_split_sizes=sizes)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+        if self.num_local_experts > 1:
+            chunks = rows.split(self.num_global_tokens_per_local_expert.flatten().tolist())
+            rows = torch.cat([chunks[i] for i in self.sort_input_by_local_experts.tolist()])
+        return rows, self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert), None
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Undo `dispatch_postprocess`."""
+        if self.ep_size == self.tp_size == 1:
+            return hidden_states
+        return super().combine_preprocess(hidden_states)
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """Weighted sum of each token's expert outputs, scaled, in the shape of the layer's input."""
+        outputs = take_rows(permutated_local_input_tokens, self.places).view(*self.probs.shape, -1)
+        scaling = self.config.beam.routed_scaling_factor
+        total = numerics.combine_experts(outputs, self.probs, scaling, self.config.params_dtype)
+        return total.view(self.hidden_shape)
+
+
+class BeamMoELayer(MoELayer):
+    """Megatron's expert layer with Beam's router, dispatcher and experts; the micro batch is an argument."""
+
+    config: BeamTransformerConfig
+    router: BeamRouter
+    experts: BeamExperts
+
+    def __init__(self, config: BeamTransformerConfig, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        self.token_dispatcher = BeamTokenDispatcher(
+            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
+        )
+
+    def forward(self, hidden_states: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
+        """Expert outputs of hidden_states [tokens (/ tp if sequence parallel), 1, hidden], same shape."""
+        if self.moe_layer_recompute and self.training:
+            return tensor_parallel.checkpoint(lambda x: self._run(x, batch), False, hidden_states), None
+        return self._run(hidden_states, batch), None
+
+    def _run(self, hidden_states: Tensor, batch: PackedBatch) -> Tensor:
+        dispatcher = self.token_dispatcher
+        weights, ids = self.router(hidden_states, batch)
+        rows, _ = dispatcher.dispatch_preprocess(hidden_states, ids, weights)
+        rows, _ = dispatcher.token_dispatch(rows, None)
+        rows, rows_per_expert, _ = dispatcher.dispatch_postprocess(rows, None)
+        rows = dispatcher.combine_preprocess(self.experts(rows, rows_per_expert))
+        return dispatcher.combine_postprocess(dispatcher.token_combine(rows))
