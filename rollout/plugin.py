@@ -15,3 +15,12 @@ def register() -> None:
     config.register()
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(ARCHITECTURE, "beam_rl.rollout.portable:BeamForCausalLM")
+
+
+def cpu_platform() -> str | None:
+    """vLLM platform plugin: Beam's CPU platform where vLLM would use its plain CPU platform, else nothing."""
+    from vllm.platforms import cpu_platform_plugin
+
+    if cpu_platform_plugin() != "vllm.platforms.cpu.CpuPlatform":
+        return None
+    return "beam_rl.rollout.cpu_platform.BeamCpuPlatform"
