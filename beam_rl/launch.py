@@ -1,0 +1,61 @@
+"""Start Ray for a run: on this machine, or joining a cluster that is there already."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from beam_rl.recipe import Recipe
+
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # vLLM's OpenMP pool; two threads collapse when the machine is busy
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; without it vLLM takes half of the memory that is free
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs the model itself: one process less to start
+}
+QUIET_ENVIRONMENT = {
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray must not hide devices from actors without a GPU
+}
+OBJECT_STORE_BYTES = 256 * 2**20
+LOGICAL_GPUS = 2
+"""On a CPU: one for the policy, one for the engine. SkyRL schedules by GPUs."""
+
+
+def environment(recipe: Recipe, log_dir: Path) -> dict[str, str]:
+    """Variables that all of the run's processes need; values that the user has set win."""
+    wanted = dict(QUIET_ENVIRONMENT)
+    if recipe.beam.device == "cpu":
+        wanted |= CPU_ENVIRONMENT
+    wanted["SKYRL_LOG_FILE"] = str(log_dir / "workers.log")  # SkyRL's actors write their output there
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+@contextmanager
+def ray_session(recipe: Recipe, temp_dir: Path, log_dir: Path) -> Iterator[None]:
+    """Ray for the length of the block. On a cluster (`beam.ray_address`) only this driver's actors end with it."""
+    variables = environment(recipe, log_dir)
+    os.environ.update(variables)  # inherited by everything started here: no runtime environment, no agent to build it
+    if recipe.beam.ray_address is not None:
+        ray.init(address=recipe.beam.ray_address, runtime_env={"env_vars": variables}, log_to_driver=False)
+    else:
+        ray.init(
+            address="local",
+            num_cpus=max(4, os.cpu_count() or 1),  # logical: Ray counts actors, it does not pin them
+            num_gpus=LOGICAL_GPUS if recipe.beam.device == "cpu" else None,
+            object_store_memory=OBJECT_STORE_BYTES if recipe.beam.device == "cpu" else None,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=str(temp_dir),
+            _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()

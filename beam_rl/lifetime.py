@@ -1,0 +1,52 @@
+"""The run's processes end with the driver, whether it returns, fails, or is killed.
+
+Every process that the run starts inherits two environment variables: a marker by which the watchdog finds it, and
+SPT_NOENV, which keeps setproctitle (Ray, vLLM) from overwriting the environment in /proc.
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from beam_rl import watchdog
+
+
+@contextmanager
+def bounded(log_dir: Path) -> Iterator[Path]:
+    """Start the watchdog, mark this process's future children, and wait at the end until none of them is left.
+
+    Yields the run's temporary folder, which is also TMPDIR for the children. SIGTERM ends the block as Ctrl-C does.
+    """
+    marker = secrets.token_hex(8)
+    temp_dir = Path(tempfile.mkdtemp(prefix="beam-rl-"))  # short: Ray puts sockets below it (107 bytes at most)
+    dog = subprocess.Popen(
+        [sys.executable, "-S", "-E", watchdog.__file__, marker, str(temp_dir), str(log_dir)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    changes = {watchdog.VARIABLE: marker, "SPT_NOENV": "1", "TMPDIR": str(temp_dir)}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield temp_dir
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        assert dog.stdin is not None
+        dog.stdin.close()
+        dog.wait()
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

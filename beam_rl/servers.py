@@ -1,0 +1,76 @@
+"""The rollout's inference servers: SkyRL's server actor, router and client, started without waiting.
+
+On a CPU there is one engine, and start-up time is imports. So the actor builds vLLM's arguments itself (the driver
+never imports vLLM), the engine runs its model in its own process, and the client talks to it without a router.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+if TYPE_CHECKING:
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+    from skyrl.train.config import SkyRLTrainConfig
+
+
+@ray.remote(num_cpus=1, num_gpus=1)
+class SingleEngineServer:
+    """SkyRL's `VLLMServerActor` for one engine in one process, with arguments built where they are used."""
+
+    def __init__(self, config: "SkyRLTrainConfig", port: int) -> None:
+        from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
+        from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMServerActor
+
+        self.server = VLLMServerActor(
+            build_vllm_cli_args(config), port, distributed_executor_backend="mp", enable_ray_prometheus_stats=False
+        )
+
+    async def start(self) -> Any:
+        """Serve; returns SkyRL's ServerInfo once the engine answers."""
+        return await self.server.start()
+
+
+@dataclass
+class Servers:
+    """Inference servers that are starting or running."""
+
+    config: "SkyRLTrainConfig"
+    actor: Any = None
+    info: Any = None
+    """The single engine's actor, and the reference to its ServerInfo."""
+    setup: Any = field(default=None, repr=False)
+    """SkyRL's InferenceServerSetup, where SkyRL starts several engines and a router."""
+
+    def client(self, tokenizer: Any) -> "RemoteInferenceClient":
+        """Wait for the servers; returns SkyRL's client of them."""
+        if self.actor is None:
+            from skyrl.backends.skyrl_train.inference_servers.setup import build_new_inference_client
+
+            client, self.setup = build_new_inference_client(self.config, tokenizer)
+            return client
+        from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+
+        url = ray.get(self.info).url
+        engine = self.config.generator.inference_engine
+        return RemoteInferenceClient(
+            proxy_url=url,
+            server_urls=[url],
+            model_name=engine.served_model_name or self.config.trainer.policy.model.path,
+            enable_return_routed_experts=engine.enable_return_routed_experts,
+            data_parallel_size=1,
+            tokenizer=tokenizer,
+        )
+
+    def shutdown(self) -> None:
+        """Stop the router, if there is one; actors end with Ray."""
+        if self.setup is not None and self.setup.router is not None:
+            self.setup.router.shutdown()
+
+
+def start(config: "SkyRLTrainConfig", single: bool, port: int = 8000) -> Servers:
+    """Begin to start the servers; `single` is the CPU's one-engine layout. Several engines start in `client`."""
+    if not single:
+        return Servers(config)
+    actor = SingleEngineServer.remote(config, port)  # type: ignore[attr-defined]
+    return Servers(config, actor, actor.start.remote())

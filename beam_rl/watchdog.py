@@ -1,0 +1,106 @@
+"""A process that outlives the driver and leaves nothing of the run behind, however the driver ends.
+
+Run as a script with the standard library alone (`python -S -E`): it must start in milliseconds, before everything
+else, and must not depend on what it cleans up. It waits on a pipe whose other end only the driver holds. When that
+closes, it kills every process that carries the run's marker in its environment (and their children), then removes the
+run's shared-memory files and its temporary folder, keeping Ray's logs.
+
+usage: watchdog.py MARKER TEMP_DIR LOG_DIR  (the pipe is stdin)
+"""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+VARIABLE = "BEAM_RL_RUN"
+SHARED_MEMORY = Path("/dev/shm")
+LIBRARY_PREFIXES = ("psm_", "sem.", "torch_")
+"""Shared memory that multiprocessing and torch name themselves; removed when no living process has it mapped."""
+
+
+def main() -> None:
+    marker, temp_dir, log_dir = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    started = time.time()
+    while os.read(0, 4096):
+        pass
+    kill(f"{VARIABLE}={marker}".encode())
+    clean_shared_memory(marker, started)
+    keep_logs(temp_dir, log_dir)
+    shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def kill(marker: bytes, limit: float = 20.0) -> None:
+    """SIGKILL the marked processes and their descendants until none is left, or `limit` seconds have passed."""
+    end = time.monotonic() + limit
+    while (victims := marked(marker)) and time.monotonic() < end:
+        for pid in victims:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.05)
+
+
+def marked(marker: bytes) -> set[int]:
+    """Living processes with the marker in their environment, and all descendants of such processes."""
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for pid in processes():
+        stat = read(pid, "stat").rpartition(b")")[2].split()  # after the name, which may hold anything
+        if not stat or stat[0] in (b"Z", b"X"):
+            continue
+        parents[pid] = int(stat[1])
+        if marker in read(pid, "environ").split(b"\0"):
+            found.add(pid)
+    grew = True
+    while grew:
+        more = {pid for pid, parent in parents.items() if parent in found} - found
+        found |= more
+        grew = bool(more)
+    return found - {os.getpid()}
+
+
+def processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def read(pid: int, name: str) -> bytes:
+    """A file of /proc/PID; empty where the process is gone or is another user's."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def clean_shared_memory(marker: str, started: float) -> None:
+    """Remove this run's files in /dev/shm: those named after it, and libraries' that nobody maps any more."""
+    maps = b"".join(read(pid, "maps") for pid in processes())
+    for path in SHARED_MEMORY.iterdir():
+        try:
+            stat = path.stat()
+        except OSError:
+            continue
+        unused = (
+            path.name.startswith(LIBRARY_PREFIXES)
+            and stat.st_uid == os.getuid()
+            and stat.st_ctime >= started
+            and os.fsencode(path) not in maps
+        )
+        if (marker in path.name or unused) and path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def keep_logs(temp_dir: Path, log_dir: Path) -> None:
+    """Move Ray's logs out of the temporary folder that is about to go."""
+    for session in temp_dir.glob("session_2*/logs"):
+        if any(session.iterdir()):
+            shutil.copytree(session, log_dir / "ray", dirs_exist_ok=True, ignore_dangling_symlinks=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""SkyRL's policy and reference workers over the trainer engine.
+
+SkyRL's driver needs these classes too, as names for its actors. So Megatron and the engine are imported where they are
+first used, in the worker's own process: the driver would spend seconds on modules that it never runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from beam_rl.trainer.settings import EngineConfig, OptimizerSettings, Parallel
+from skyrl.backends.skyrl_train.distributed.dispatch import MeshRank, WorkerOutput
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+from skyrl.backends.skyrl_train.utils.ppo_utils import compute_approx_kl
+from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase, RefWorkerBase, Worker
+from skyrl.env_vars import SKYRL_WORKER_NCCL_TIMEOUT_IN_S
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from beam_rl.trainer.engine import TrainerEngine
+    from beam_rl.trainer.sequences import Sequence
+
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+"""`trainer.policy.optimizer_config.scheduler`, and the engine's name for it."""
+
+WITHOUT_REPLAY = "without_replay"
+"""Metadata key of a batch whose log-probs are wanted with the router's own choice although R3 is on."""
+
+
+class EngineWorker(Worker):
+    """What the policy and the reference share: process groups, the engine, the forward pass."""
+
+    engine: TrainerEngine
+
+    def init_worker_process_group(self) -> None:
+        """Join the training processes (gloo without CUDA) and Megatron's parallel groups."""
+        from beam_rl.trainer import (
+            distributed,
+            engine,  # noqa: F401 (first: it prepares Megatron for machines without CUDA)
+        )
+        from megatron.core import parallel_state
+
+        if not torch.cuda.is_available():
+            torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets 1; the rollout idles while training runs
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group(
+                backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                timeout=timedelta(seconds=SKYRL_WORKER_NCCL_TIMEOUT_IN_S),
+            )
+        distributed.initialize(self.layout(), self.cfg.seed)
+        self.mesh_rank = MeshRank(
+            dp=parallel_state.get_data_parallel_rank(),
+            sp=parallel_state.get_context_parallel_rank(),
+            tp=parallel_state.get_tensor_model_parallel_rank(),
+            pp=parallel_state.get_pipeline_model_parallel_rank(),
+            world_size=self._world_size,
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+
+    def layout(self) -> Parallel:
+        """The parallel sizes of `trainer.policy.megatron_config`, which the reference shares."""
+        sizes = self.cfg.policy.megatron_config
+        tp = sizes.tensor_model_parallel_size
+        return Parallel(
+            tp=tp,
+            pp=sizes.pipeline_model_parallel_size,
+            cp=sizes.context_parallel_size,
+            ep=sizes.expert_model_parallel_size,
+            etp=sizes.expert_tensor_parallel_size or tp,
+        )
+
+    def build(self, path: str, optimizer: OptimizerSettings | None) -> None:
+        """Build the engine and load the checkpoint at `path`."""
+        from beam_rl.model.config import load_config
+        from beam_rl.trainer.engine import TrainerEngine
+
+        self.hf = load_config(path)
+        self.path = Path(path)
+        config = EngineConfig(
+            dtype="bfloat16" if self.cfg.bf16 else "float32",
+            parallel=self.layout(),
+            optimizer=optimizer,
+            micro_batch_tokens=self.cfg.max_tokens_per_microbatch,
+            recompute="full" if torch.cuda.is_available() and self.cfg.gradient_checkpointing else None,
+            seed=self.cfg.seed,
+            temperature=self.cfg.algorithm.temperature,
+        )
+        self.engine = TrainerEngine(config)
+        self.engine.build(self.hf)
+        self.engine.load_hf(path)
+
+    def replays(self, data: TrainingInputBatch) -> bool:
+        """Whether R3 is on and this batch wants it."""
+        return self.cfg.policy.megatron_config.moe_enable_routing_replay and not data.metadata.get(WITHOUT_REPLAY)
+
+    def logprobs(self, data: TrainingInputBatch) -> WorkerOutput:
+        """Log-probs of the response block of every sample."""
+        from beam_rl.trainer.batches import padded_logprobs, sequences_from_batch
+
+        values = self.engine.forward_logprobs(sequences_from_batch(data), replay=self.replays(data))
+        assert isinstance(values, list)
+        return padded_logprobs(values, data.metadata["response_length"])
+
+    def offload_to_cpu(self, offload_optimizer: bool = True, offload_model: bool = True) -> None:
+        """Nothing to move without CUDA; sharing a GPU with the rollout is refused when the recipe is read."""
+
+    def backload_to_gpu(self, backload_optimizer: bool = True, backload_model: bool = True) -> None:
+        """The counterpart of `offload_to_cpu`."""
+
+    def _set_pad_token_id(self, pad_token_id: int) -> None:
+        """Packed sequences have no padding."""
+
+
+class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
+    """The policy: trains, scores, sends its weights to the rollout, saves."""
+
+    def init_model(self, path: str, num_training_steps: int | None = None) -> None:
+        """Load the checkpoint; `num_training_steps` optimizer updates are the length of a decaying schedule."""
+        settings = self.cfg.policy.optimizer_config
+        self.build(
+            path,
+            OptimizerSettings(
+                lr=settings.lr,
+                weight_decay=settings.weight_decay,
+                betas=(settings.adam_betas[0], settings.adam_betas[1]),
+                clip_grad=settings.max_grad_norm,
+                warmup_steps=settings.num_warmup_steps,
+                schedule=SCHEDULES[settings.scheduler],  # type: ignore[arg-type]
+                total_steps=num_training_steps,
+            ),
+        )
+        self.lr = 0.0
+
+    def forward(self, data: TrainingInputBatch, **unused: Any) -> WorkerOutput:
+        """The old log-probs: `loss_fn_outputs` has one {"logprobs": [R]} a sample."""
+        return self.logprobs(data)
+
+    def forward_backward(self, data: TrainingInputBatch, **unused: Any) -> WorkerOutput:
+        """Accumulate the gradient of one mini-batch; metrics are means over its unmasked tokens.
+
+        The advantages already carry the loss reduction's scale, so the policy loss is a sum.
+        """
+        from beam_rl.trainer.batches import sequences_from_batch
+
+        sequences = sequences_from_batch(data)
+        tokens = self.global_tokens(sequences)
+        sums = self.engine.forward_backward(
+            sequences,
+            lambda *arguments: self.loss(*arguments, tokens=tokens),
+            replay=self.replays(data),
+            entropy=True,
+        )
+        metrics = {
+            "final_loss": sums["loss"],
+            "policy_loss": sums["policy_loss"],
+            "policy_entropy": sums["entropy"] / tokens,
+            "loss_metrics/clip_ratio": sums["clipped"] / tokens,
+            "policy_lr": self.lr,
+        }
+        if self.cfg.algorithm.use_kl_loss:
+            metrics["policy_kl"] = sums["kl"] / tokens
+        return WorkerOutput(metrics=metrics)
+
+    def global_tokens(self, sequences: list[Sequence]) -> float:
+        """Unmasked tokens of the mini-batch over all data-parallel ranks, at least 1."""
+        from beam_rl.trainer import distributed
+        from megatron.core import parallel_state
+
+        count = torch.tensor(float(sum(int((s.loss_mask > 0).sum()) for s in sequences)), device=distributed.device())
+        torch.distributed.all_reduce(count, group=parallel_state.get_data_parallel_group())
+        return max(float(count), 1.0)
+
+    def loss(
+        self,
+        logprobs: Tensor,
+        fields: Mapping[str, Tensor],
+        loss_mask: Tensor,
+        entropy: Tensor | None,
+        *,
+        tokens: float,
+    ) -> tuple[Tensor, dict[str, Tensor | float]]:
+        """SkyRL's policy loss (its registry's function) over the K tokens of a micro batch, and the KL term if wanted.
+
+        All inputs float32 [K]. Returns sums over the tokens.
+        """
+        algorithm = self.cfg.algorithm
+        rollout = fields.get("rollout_logprobs")
+        policy_loss, metrics = self.policy_loss_fn(
+            logprobs[None],
+            fields["old_logprobs"][None],
+            fields["advantages"][None],
+            config=algorithm,
+            loss_mask=loss_mask[None],
+            rollout_logprobs=None if rollout is None else rollout[None],
+        )
+        assert entropy is not None
+        sums: dict[str, Tensor | float] = {
+            "policy_loss": policy_loss.detach(),
+            "entropy": entropy.sum(),
+            "clipped": metrics["clip_ratio"] * len(logprobs) if len(logprobs) else 0.0,
+        }
+        loss = policy_loss
+        if algorithm.use_kl_loss:
+            kl = compute_approx_kl(
+                logprobs, fields["base_logprobs"], loss_mask=loss_mask, kl_estimator_type=algorithm.kl_estimator_type
+            ).sum()
+            sums["kl"] = kl.detach()
+            loss = loss + algorithm.kl_loss_coef * kl / tokens
+        return loss, sums
+
+    def optim_step(self) -> float:
+        """Apply the accumulated gradient; returns its norm before clipping.
+
+        Raises RuntimeError when the gradient is not finite: the optimizer changed nothing, and it would only recur.
+        """
+        step = self.engine.optimizer_step()
+        self.lr = step["lr"]
+        if step["skipped"]:
+            raise RuntimeError(
+                "the gradient is not finite; the update was not applied. Lower trainer.policy.optimizer_config.lr."
+            )
+        return step["grad_norm"]
+
+    async def init_weight_sync_state(self, inference_engine_client: Any, inference_engine_cfg: Any) -> None:
+        """Meet the rollout over the weight-transfer backend that the engine was configured with.
+
+        The backend is found by its name in vLLM's registry, as the rollout's plugin entered it: the trainer knows no
+        rollout code.
+        """
+        from skyrl.backends.skyrl_train.weight_sync.control_plane import SkyrlWeightSyncClient
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        self._weight_sync_inference_client = inference_engine_client
+        backend = inference_engine_cfg.engine_init_kwargs["weight_transfer_config"]["backend"]
+        engine_class = WeightTransferTrainerFactory._registry[backend]()
+        self._weight_sync_engine = await asyncio.to_thread(
+            WeightTransferTrainerFactory.trainer_init,
+            engine_class.init_info_cls(rank=torch.distributed.get_rank()),
+            client=SkyrlWeightSyncClient(
+                list(inference_engine_client.server_urls), inference_engine_client.data_parallel_size
+            ),
+            source=ExportedWeights(self.engine),
+        )
+        torch.distributed.barrier()
+
+    async def broadcast_to_inference_engines(
+        self, inference_engine_client: Any, inference_engine_cfg: Any, model_id: str | None = None
+    ) -> None:
+        """Send the current weights to the rollout; returns when it runs on them."""
+        client = inference_engine_client or self._weight_sync_inference_client
+        await self._sync_weights_to_inference_engines(client, inference_engine_cfg)
+
+    def save_checkpoint(self, ckpt_dir: str, tokenizer: Any = None) -> None:
+        """Weights, optimizer, schedule and random states, complete or not at all."""
+        self.engine.save(ckpt_dir, {})
+
+    def load_checkpoint(
+        self, ckpt_dir: str, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True
+    ) -> None:
+        """Continue from `save_checkpoint`'s folder."""
+        self.engine.load(ckpt_dir)
+
+    def save_hf_model(self, export_dir: str, tokenizer: Any) -> None:
+        """A Hugging Face checkpoint with the starting model's tokenizer and generation configuration."""
+        from beam_rl.model.checkpoint import save_hf
+
+        save_hf(Path(export_dir), self.hf, self.engine.export(), copy_from=self.path)
+
+    def get_lr(self) -> float:
+        return self.lr
+
+
+class BeamRefWorkerBase(EngineWorker, RefWorkerBase):
+    """The reference of a KL term: forward passes only."""
+
+    def init_model(self, path: str, num_training_steps: int | None = None) -> None:
+        self.build(path, optimizer=None)
+
+    def forward(self, data: TrainingInputBatch, **unused: Any) -> WorkerOutput:
+        """Log-probs under the reference: `loss_fn_outputs` has one {"logprobs": [R]} a sample."""
+        return self.logprobs(data)
+
+
+class ExportedWeights:
+    """The engine's current weights under their Hugging Face names, walked through anew for every sync."""
+
+    def __init__(self, engine: TrainerEngine) -> None:
+        self.engine = engine
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.engine.export())
+
+
+BeamPolicyWorker = ray.remote(num_gpus=1)(BeamPolicyWorkerBase)
+BeamRefWorker = ray.remote(num_gpus=1)(BeamRefWorkerBase)
+
+
+@ray.remote(num_cpus=0)
+def warm_up() -> None:
+    """Import what a worker needs; Ray then starts the worker in the process that did."""
+    import beam_rl.trainer.batches
+    import beam_rl.trainer.engine  # noqa: F401
