@@ -1,6 +1,5 @@
 """What a healthy run's metrics look like, and whether this one's do."""
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,16 +47,17 @@ def check_run(steps: Sequence[Record]) -> list[Check]:
 
 
 def _gap_mean(steps: Sequence[Record]) -> Check:
-    over = [step["step"] for step in steps if _over(step.get("gap_mean"), step.get("gap_budget"))]
-    worst = max(_known(steps, "gap_mean"), default=None)
-    budget = _last(steps, "gap_budget")
-    if worst is None or budget is None:
-        return _no_data("Gap, mean", "under the budget in every step", "over the budget")
+    metric, healthy, red_flag = "Gap, mean", "under the budget in every step", "over the budget, or not finite"
+    gaps, budgets = _known(steps, "gap_mean"), _known(steps, "gap_budget")
+    if not gaps:
+        return _no_data(metric, healthy, red_flag)
+    budget, worst = budgets[-1], max(gaps)
+    # metrics.jsonl holds null for what is not finite, which is not within the budget
+    over = sum(gap > budget for gap in gaps) + len(steps) - len(gaps)
     now = f"worst step {number(worst)}, budget {budget:g}"
     if over:
-        now += f"; over in {len(over)} of {len(steps)} steps"
-    state: State = "red flag" if over else "look" if worst > 0.7 * budget else "healthy"
-    return Check("Gap, mean", now, "under the budget in every step", "over the budget", state)
+        return Check(metric, f"{now}; over in {over} of {len(steps)} steps", healthy, red_flag, "red flag")
+    return Check(metric, now, healthy, red_flag, "look" if worst > 0.7 * budget else "healthy")
 
 
 def _gap_max(steps: Sequence[Record]) -> Check:
@@ -83,15 +83,15 @@ def _trend(steps: Sequence[Record]) -> Check:
 
 
 def _gradient(steps: Sequence[Record]) -> Check:
-    healthy, red_flag = "within 3 times its median", "10 times its median, or not finite"
-    norms = [float(step["grad_norm"]) for step in steps if step.get("grad_norm") is not None]
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    if not finite:
-        return _no_data("Gradient norm", healthy, red_flag) if not norms else _lost("Gradient norm", healthy, red_flag)
-    median = statistics.median(finite)
-    recent = max(norms[-WINDOW:], key=lambda norm: norm if math.isfinite(norm) else math.inf)
-    state = _grade_high(recent, 3 * median, 10 * median) if len(finite) == len(norms) else "red flag"
-    return Check("Gradient norm", f"recent peak {number(recent)}, median {number(median)}", healthy, red_flag, state)
+    metric, healthy, red_flag = "Gradient norm", "within 3 times its median", "10 times its median, or not finite"
+    norms = _known(steps, "grad_norm")
+    if not norms:
+        return _no_data(metric, healthy, red_flag)
+    median, peak = statistics.median(norms), max(norms[-WINDOW:])
+    now = f"recent peak {number(peak)}, median {number(median)}"
+    if len(norms) < len(steps):  # metrics.jsonl holds null for what is not finite
+        return Check(metric, f"{now}; not finite in {len(steps) - len(norms)} steps", healthy, red_flag, "red flag")
+    return Check(metric, now, healthy, red_flag, _grade_high(peak, 3 * median, 10 * median))
 
 
 def _share(
@@ -141,22 +141,8 @@ def _grade_high(value: float, look: float, red_flag: float) -> State:
 
 
 def _known(steps: Sequence[Record], key: str) -> list[float]:
-    return [float(step[key]) for step in steps if step.get(key) is not None and math.isfinite(step[key])]
-
-
-def _last(steps: Sequence[Record], key: str) -> float | None:
-    known = _known(steps, key)
-    return known[-1] if known else None
-
-
-def _over(value: float | None, budget: float | None) -> bool:
-    # `not <=`: a gap that is not a number is not within the budget
-    return value is not None and budget is not None and not value <= budget
+    return [float(step[key]) for step in steps if step.get(key) is not None]
 
 
 def _no_data(metric: str, healthy: str, red_flag: str) -> Check:
     return Check(metric, "not recorded", healthy, red_flag, "no data")
-
-
-def _lost(metric: str, healthy: str, red_flag: str) -> Check:
-    return Check(metric, "not finite", healthy, red_flag, "red flag")

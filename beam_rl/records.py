@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from beam_rl.metrics import read_lines
+
 Record = dict[str, Any]
 
 
@@ -14,7 +16,7 @@ class RunRecords:
 
     name: str
     steps: list[Record]
-    """One record a training step, in order; of a step done twice, the later one."""
+    """One record a training step, in order, without those that a restart from a checkpoint did again."""
     evals: list[Record]
     """One record an evaluation, in order of the step after which it ran (0: before training)."""
     summary: Record
@@ -24,7 +26,7 @@ class RunRecords:
     resumed_after: list[int] = field(default_factory=list)
     """The steps after which the run was taken up again."""
     discarded: int = 0
-    """Step records that a resume replaced."""
+    """Steps beyond the checkpoint, done again after a restart."""
 
     @property
     def finished(self) -> bool:
@@ -38,45 +40,20 @@ def read_run(run_dir: Path) -> RunRecords:
     Raises:
         FileNotFoundError: the folder has no `metrics.jsonl`.
     """
-    steps: list[Record] = []
-    evals: list[Record] = []
-    resumed_after: list[int] = []
-    discarded = 0
-    for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        record = _parse(line)
-        if record is None:
-            continue
-        # A resumed run goes back to its checkpoint and records the steps after it again: the first record that does
-        # not move forward ends what came after it in the earlier life.
-        is_step = record["kind"] == "step"
-        last_kept = record["step"] - 1 if is_step else record["step"]
-        kept = [step for step in steps if step["step"] <= last_kept]
-        if len(kept) < len(steps):
-            resumed_after.append(last_kept)
-            discarded += len(steps) - len(kept)
-        steps = kept
-        evals = [earlier for earlier in evals if earlier["step"] <= last_kept]
-        if is_step:
-            steps.append(record)
-        else:
-            evals = [earlier for earlier in evals if earlier["step"] != record["step"]]
-            evals.append(record)
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"{run_dir}: not a run folder (it has no metrics.jsonl)")
+    lines = list(read_lines(path))
+    valid = [line for line in lines if not line.get("rewound")]
+    # A dict: an evaluation that a restart repeated at its own step counts once.
+    evals = {line["step"]: line for line in valid if line["kind"] == "eval"}
     summary, recipe = run_dir / "summary.json", run_dir / "recipe.yaml"
     return RunRecords(
         name=run_dir.resolve().name,
-        steps=steps,
-        evals=evals,
+        steps=sorted((line for line in valid if line["kind"] == "step"), key=lambda line: line["step"]),
+        evals=[evals[step] for step in sorted(evals)],
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {},
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
-        resumed_after=resumed_after,
-        discarded=discarded,
+        resumed_after=[line["step"] for line in lines if line["kind"] == "resume"],
+        discarded=sum(line["kind"] == "step" for line in lines if line.get("rewound")),
     )
-
-
-def _parse(line: str) -> Record | None:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    known = isinstance(record, dict) and record.get("kind") in ("step", "eval")
-    return record if known else None

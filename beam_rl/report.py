@@ -11,10 +11,10 @@ from jinja2 import Environment
 from beam_rl import charts
 from beam_rl.charts import Limit, Series, number, percent
 from beam_rl.health import WINDOW, check_run
+from beam_rl.metrics import PHASES
 from beam_rl.records import Record, RunRecords, read_run
 from beam_rl.report_page import PAGE
 
-PHASES = ("generate", "logprobs", "train", "sync", "other")
 _TONES = {"healthy": "good", "look": "warn", "red flag": "bad", "no data": ""}
 
 
@@ -71,7 +71,7 @@ def render(run: RunRecords) -> str:
 def _status(run: RunRecords) -> str:
     parts = ["finished" if run.finished else "in progress or interrupted", f"{len(run.steps)} steps"]
     if run.steps:
-        parts.append(f"{run.steps[-1].get('updates', '?')} optimizer updates")
+        parts.append(f"{sum(step['updates'] for step in run.steps)} optimizer updates")
     if run.resumed_after:
         where = ", ".join(map(str, run.resumed_after))
         parts.append(f"resumed after step {where} ({run.discarded} steps done again)")
@@ -84,7 +84,7 @@ def _tiles(run: RunRecords) -> list[Tile]:
         first, last = run.evals[0], run.evals[-1]
         label = f"avg@{last['samples']} on {last['problems']} held-out problems"
         if first is last:
-            tiles.append(Tile(label, percent(first["avg8"]), f"± {percent(first['se'])} before training"))
+            tiles.append(Tile(label, _with_error(first), "before training"))
         else:
             change = last["avg8"] - first["avg8"]
             tone = "good" if change > 0 else "bad"
@@ -128,10 +128,8 @@ def _charts(run: RunRecords) -> list[Chart]:
     ]
     if any(value is not None for value in values("gap_mean_no_r3")):
         gap.append(Series("mean without R3", values("gap_mean_no_r3"), 3, style="points"))
-    names = [*PHASES, *sorted({name for step in steps for name in step.get("seconds", {})} - set(PHASES))]
     phases = [
-        Series(name, [step.get("seconds", {}).get(name) for step in steps], 1 + index % 6)
-        for index, name in enumerate(names)
+        Series(name, [step["seconds"][name] for step in steps], colour) for colour, name in enumerate(PHASES, start=1)
     ]
     return [
         Chart(
@@ -217,8 +215,8 @@ def _comparison(evals: Sequence[Record]) -> list[list[str]]:
     rows = [
         [
             f"avg@{last['samples']} ± SE",
-            f"{percent(first['avg8'])} ± {percent(first['se'])}",
-            f"{percent(last['avg8'])} ± {percent(last['se'])}",
+            _with_error(first),
+            _with_error(last),
             f"{100 * (last['avg8'] - first['avg8']):+.1f} points, {_errors(first, last)}",
         ]
     ]
@@ -233,9 +231,13 @@ def _comparison(evals: Sequence[Record]) -> list[list[str]]:
     return rows
 
 
+def _with_error(record: Record) -> str:
+    return percent(record["avg8"]) + (f" ± {percent(record['se'])}" if record["se"] is not None else "")
+
+
 def _errors(first: Record, last: Record) -> str:
-    """The change in units of the standard error of a difference."""
-    spread = (first["se"] ** 2 + last["se"] ** 2) ** 0.5
+    """The change in units of the standard error of a difference; one problem alone has no standard error."""
+    spread = ((first["se"] or 0.0) ** 2 + (last["se"] or 0.0) ** 2) ** 0.5
     return f"{(last['avg8'] - first['avg8']) / spread:+.1f} standard errors" if spread else "no error estimate"
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from beam_rl.charts import Series, line_chart, number, percent
 from beam_rl.health import check_run
+from beam_rl.metrics import MetricsFile
 from beam_rl.records import read_run
 from beam_rl.report import write_report
 
@@ -30,7 +31,7 @@ def step_record(step: int, rng: random.Random, **changes: Any) -> dict[str, Any]
     record = {
         "kind": "step",
         "step": step,
-        "updates": 2 * step,
+        "updates": 2,
         "time": 1.7e9 + 2 * step,
         "reward_mean": -0.1 + 0.7 * progress + rng.gauss(0, 0.03),
         "accuracy": 0.45 + 0.35 * progress + rng.gauss(0, 0.015),
@@ -158,10 +159,11 @@ def test_text_from_the_run_is_escaped(tmp_path: Path) -> None:
         [],
         [eval_record(0, 0.5)],
         [eval_record(0, 0.5), step_record(1, random.Random(0))],
+        [eval_record(0, 0.5) | {"se": None}, step_record(1, random.Random(0)), eval_record(1, 1.0) | {"se": None}],
         [step_record(1, random.Random(0), gap_mean=None, gap_p99=None, gap_max=None, grad_norm=None)],
-        [step_record(1, random.Random(0), gap_mean=math.nan, gap_max=math.inf, entropy=0.0, grad_norm=math.nan)] * 2,
+        [step_record(step, random.Random(0), gap_mean=None, gap_max=0.0, entropy=0.0) for step in (1, 2)],
     ],
-    ids=["nothing yet", "first evaluation", "one step", "no gap", "not finite"],
+    ids=["nothing yet", "first evaluation", "one step", "no error", "no gap", "zeros"],
 )
 def test_run_in_progress_can_be_reported(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     page = render(write_run(tmp_path / "run", records, finished=False))
@@ -177,31 +179,27 @@ def test_line_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
 
 def test_steps_done_again_after_a_resume_replace_the_first_ones(tmp_path: Path) -> None:
     rng = random.Random(0)
-    first = [
-        eval_record(0, 0.5),
-        *(step_record(step, rng, reward_mean=0.0) for step in range(1, 11)),
-        eval_record(10, 0.6),
-    ]
-    first += [step_record(11, rng, reward_mean=0.0), step_record(12, rng, reward_mean=0.0)]
-    again = [step_record(step, rng, reward_mean=1.0) for step in range(9, 14)]
-    run = read_run(write_run(tmp_path / "run", first + again))
+    folder = tmp_path / "run"
+    first = [eval_record(0, 0.5), *(step_record(step, rng, reward_mean=0.0) for step in range(1, 11))]
+    write_run(folder, [*first, eval_record(8, 0.55), eval_record(10, 0.6)])
+    metrics = MetricsFile(folder)
+    metrics.rewind(8, time=1.7e9)
+    for step in range(9, 14):
+        metrics.append(step_record(step, rng, reward_mean=1.0))
+    metrics.append(eval_record(8, 0.56))
+    run = read_run(folder)
     assert [step["step"] for step in run.steps] == list(range(1, 14))
     assert [step["reward_mean"] for step in run.steps] == [0.0] * 8 + [1.0] * 5
-    assert [record["step"] for record in run.evals] == [0]  # the evaluation of the abandoned step 10 is gone
-    assert (run.resumed_after, run.discarded) == ([8], 4)
-    page = render(tmp_path / "run")
-    assert "resumed after step 8 (4 steps done again)" in page
+    assert [(record["step"], record["avg8"]) for record in run.evals] == [(0, 0.5), (8, 0.56)]
+    assert (run.resumed_after, run.discarded) == ([8], 2)
+    page = render(folder)
+    assert "13 steps · 26 optimizer updates · resumed after step 8 (2 steps done again)" in page
     assert 'class="resume"' in page
 
 
-def test_evaluation_repeated_on_resume_is_counted_once(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    records = [eval_record(0, 0.5), step_record(1, rng), step_record(2, rng), eval_record(2, 0.6), step_record(3, rng)]
-    records += [eval_record(2, 0.61), step_record(3, rng)]
-    run = read_run(write_run(tmp_path / "run", records))
-    assert [(record["step"], record["avg8"]) for record in run.evals] == [(0, 0.5), (2, 0.61)]
-    assert [step["step"] for step in run.steps] == [1, 2, 3]
-    assert (run.resumed_after, run.discarded) == ([2], 1)
+def test_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="not a run folder"):
+        write_report(tmp_path)
 
 
 def states(**changes: Any) -> dict[str, str]:
@@ -229,11 +227,12 @@ def test_healthy_run_raises_no_flag() -> None:
         ("Entropy", {"entropy": 2.0}),
         ("Response length", {"response_length_mean": 60.0}),
         ("Gradient norm", {"grad_norm": 30.0}),
-        ("Gradient norm", {"grad_norm": math.nan}),
+        ("Gradient norm", {"grad_norm": None}),
+        ("Gap, mean", {"gap_mean": None}),
         ("Seconds a step", {"step_seconds": 9.0}),
     ],
 )
-def test_each_fault_raises_its_own_flag(metric: str, changes: dict[str, float]) -> None:
+def test_each_fault_raises_its_own_flag(metric: str, changes: dict[str, float | None]) -> None:
     flagged = {name for name, state in states(**changes).items() if state == "red flag"}
     assert flagged == {metric}
 
