@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from beam_rl.model import numerics
+from beam_rl.model import fused, numerics
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.rows import spread_rows, take_rows
 from beam_rl.model.transformer_config import BeamTransformerConfig
@@ -61,7 +61,7 @@ class BeamCoreAttention(MegatronModule):
             positions = batch.positions if index is None else batch.positions[index]
             return numerics.apply_ssmax(query, positions), key
         cos, sin = batch.rope(self.rope_theta, self.head_dim, index)
-        return numerics.rotate(query, cos, sin), numerics.rotate(key, cos, sin)
+        return fused.rotate(query, cos, sin), fused.rotate(key, cos, sin)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, in the window if there is one, of rectangles [sequences, heads, width, d]."""
@@ -71,9 +71,7 @@ class BeamCoreAttention(MegatronModule):
             position = torch.arange(width, device=q.device)
             distance = position[:, None] - position
             mask = (distance >= 0) & (distance < self.window)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
-        )
+        return _attention(q, k, v, mask, self.scale)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> Tensor:
         """Gather keys and values over the context-parallel group; the mask follows global positions."""
@@ -91,8 +89,17 @@ class BeamCoreAttention(MegatronModule):
         if self.window is not None:
             mask &= distance < self.window
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        return _attention(q, k, v, mask, self.scale)[0].transpose(0, 1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of [batch, heads, tokens, d]; mask is bool [queries, keys], or None for causal."""
+    dtype = q.dtype
+    if q.device.type == "cpu":  # PyTorch's CPU kernel takes eight times as long for short sequences in bfloat16
+        q, k, v = q.float(), k.float(), v.float()
+    causal = mask is None
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
+    return out.to(dtype)
 
 
 def context_index(lengths: tuple[int, ...], ranks: int, rank: int) -> Tensor:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from beam_rl.model import numerics
+from beam_rl.model import fused
 from beam_rl.model.transformer_config import BeamTransformerConfig
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -47,7 +47,7 @@ class BeamExperts(MegatronModule):
         A partial sum if the experts are tensor-parallel.
         """
         ends = rows_per_expert.to(rows.device).cumsum(0, dtype=torch.int32)
-        return numerics.experts_mlp(rows, self.gate_up_proj, self.down_proj, ends)
+        return fused.experts_mlp(rows, self.gate_up_proj, self.down_proj, ends)
 
     def backward_dw(self) -> None:
         """Nothing is deferred: weight gradients come with the backward pass."""

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from beam_rl.model import numerics
+from beam_rl.model import fused, numerics
 from beam_rl.model.attention import BeamCoreAttention, BeamSelfAttention
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.experts import BeamExperts
@@ -35,7 +35,7 @@ class BeamRMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return numerics.rms_norm(x, self.weight, self.eps)
+        return fused.rms_norm(x, self.weight, self.eps)
 
 
 class BeamMLP(MLP):
@@ -44,7 +44,7 @@ class BeamMLP(MLP):
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """SwiGLU MLP of hidden_states [tokens, 1, hidden], same shape out."""
         gate_up, _bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(numerics.swiglu(*gate_up.chunk(2, dim=-1)))
+        return self.linear_fc2(fused.swiglu(gate_up))
 
 
 class BeamTransformerLayer(TransformerLayer):

@@ -6,7 +6,7 @@ import torch
 from beam_rl.model import numerics
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.experts import BeamExperts
-from beam_rl.model.rows import spread_rows, take_rows
+from beam_rl.model.rows import spread_rows
 from beam_rl.model.transformer_config import BeamTransformerConfig
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
@@ -100,7 +100,7 @@ class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
         counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))
         self.tokens_per_expert = self.preprocess(counts)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
-        order = ids.flatten().argsort(stable=True)
+        order = self.order = ids.flatten().argsort(stable=True)
         self.places = torch.empty_like(order)
         self.places[order] = torch.arange(len(order), device=order.device)
         topk = ids.shape[1]
@@ -133,7 +133,7 @@ class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """Weighted sum of each token's expert outputs, scaled, in the shape of the layer's input."""
-        outputs = take_rows(permutated_local_input_tokens, self.places).view(*self.probs.shape, -1)
+        outputs = spread_rows(permutated_local_input_tokens, self.places, self.order).view(*self.probs.shape, -1)
         scaling = self.config.beam.routed_scaling_factor
         total = numerics.combine_experts(outputs, self.probs, scaling, self.config.params_dtype)
         return total.view(self.hidden_shape)

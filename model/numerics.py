@@ -19,9 +19,17 @@ SSMAX_EXPONENT = 0.1
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension: float32 throughout, the weight included, then one rounding to x's dtype."""
-    h = x.float()
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    return (weight * h).to(x.dtype)
+    return rescale(x, weight, inverse_rms(x, eps))
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean of squares + eps) over the last dimension, which stays with size 1; float32."""
+    return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+
+
+def rescale(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """weight * (x * scale) in float32, rounded to x's dtype."""
+    return (weight * (x.float() * scale)).to(x.dtype)
 
 
 def rope_inverse_frequencies(head_dim: int, theta: float, device: torch.device | str | None = None) -> Tensor:
