@@ -34,7 +34,7 @@ lint: setup
 	cd tests && ../$(BIN)/mypy --config-file ../pyproject.toml -p beam_rl
 
 bench: setup
-	$(BIN)/python -m tests.benchmarks.quickstart
+	$(BIN)/python tests/benchmarks/quickstart.py
 
 COMPILE := pip compile -q pyproject.toml --group dev --python-version 3.12 --generate-hashes --no-emit-index-url --no-annotate --no-header
 lock: setup

@@ -10,17 +10,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from beam_rl import __version__
-from beam_rl.evals.arithmetic import ArithmeticSpec, Problem, generate, solution, write_rows
-from beam_rl.settings import TinySettings
 from filelock import FileLock
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from beam_rl import __version__
+from beam_rl.evals.arithmetic import ArithmeticSpec, Problem, generate, solution, write_rows
+from beam_rl.settings import TinySettings
+
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from beam_rl.model.config import BeamConfig
     from beam_rl.recipe import Recipe
     from beam_rl.trainer.engine import Sequence, TrainerEngine
-    from transformers import PreTrainedTokenizerFast
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, a note)."""
@@ -152,6 +154,7 @@ def warm_up(
     that is what reinforcement learning then brings out.
     """
     import torch
+
     from beam_rl.model.checkpoint import save_hf
     from beam_rl.model.tensors import initial_tensors
     from beam_rl.trainer.engine import EngineConfig, OptimizerSettings, TrainerEngine
@@ -184,6 +187,7 @@ def warm_up(
 def example(problem: Problem, rng: random.Random, slip_share: float, encoder: "PreTrainedTokenizerFast") -> "Sequence":
     """A chat with the problem's solution; the loss is on the answer, its end of sequence included."""
     import torch
+
     from beam_rl.trainer.engine import Sequence
 
     if rng.random() < slip_share:
