@@ -228,7 +228,7 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise BadInput(f"{path}: no such recipe. Give the path of a YAML file, for example recipes/quickstart.yaml.")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader)  # noqa: S506  (Loader is a SafeLoader)
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: not valid YAML: {error}") from error
     if not isinstance(content, dict):
@@ -242,7 +242,7 @@ def parse_override(item: str) -> tuple[str, Any]:
     if not separator or not key or "." not in key:
         raise BadInput(f"{item!r}: an override is written section.key=value, for example trainer.seed=2.")
     try:
-        return key, yaml.load(text, Loader) if text else ""  # noqa: S506
+        return key, yaml.load(text, Loader) if text else ""
     except yaml.YAMLError as error:
         raise BadInput(f"{item!r}: the value is not valid YAML: {error}") from error
 

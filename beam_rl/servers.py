@@ -5,6 +5,7 @@ never imports vLLM), the engine runs its model in its own process, and the clien
 """
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -74,3 +75,10 @@ def start(config: "SkyRLTrainConfig", single: bool, port: int = 8000) -> Servers
         return Servers(config)
     actor = SingleEngineServer.remote(config, port)  # type: ignore[attr-defined]
     return Servers(config, actor, actor.start.remote())
+
+
+@ray.remote(num_cpus=0)
+def warm_up(*modules: str) -> None:
+    """Import modules in a fresh worker process, in which Ray then starts the next actor that asks for one."""
+    for module in modules:
+        import_module(module)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 VARIABLE = "BEAM_RL_RUN"
 SHARED_MEMORY = Path("/dev/shm")
-LIBRARY_PREFIXES = ("psm_", "sem.", "torch_")
-"""Shared memory that multiprocessing and torch name themselves; removed when no living process has it mapped."""
+PREFIXES = ("psm_", "sem.", "torch_", "beam-weights-")
+"""Shared memory of multiprocessing, torch and the weight transfer; removed when no living process has it mapped."""
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def clean_shared_memory(marker: str, started: float) -> None:
         except OSError:
             continue
         unused = (
-            path.name.startswith(LIBRARY_PREFIXES)
+            path.name.startswith(PREFIXES)
             and stat.st_uid == os.getuid()
             and stat.st_ctime >= started
             and os.fsencode(path) not in maps

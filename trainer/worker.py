@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 from beam_rl.trainer.settings import EngineConfig, OptimizerSettings, Parallel
 from skyrl.backends.skyrl_train.distributed.dispatch import MeshRank, WorkerOutput
@@ -229,23 +228,21 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
             )
         return step["grad_norm"]
 
-    async def init_weight_sync_state(self, inference_engine_client: Any, inference_engine_cfg: Any) -> None:
-        """Meet the rollout over the weight-transfer backend that the engine was configured with.
-
-        The backend is found by its name in vLLM's registry, as the rollout's plugin entered it: the trainer knows no
-        rollout code.
-        """
-        from skyrl.backends.skyrl_train.weight_sync.control_plane import SkyrlWeightSyncClient
+    def transfer_class(self, backend: str) -> Any:
+        """The trainer's half of a weight-transfer backend, by its name in vLLM's registry."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-        from vllm.plugins import load_general_plugins
 
-        load_general_plugins()
+        return WeightTransferTrainerFactory._registry[backend]()
+
+    async def init_weight_sync_state(self, inference_engine_client: Any, inference_engine_cfg: Any) -> None:
+        """Meet the rollout over the weight-transfer backend that its engines were configured with."""
+        from skyrl.backends.skyrl_train.weight_sync.control_plane import SkyrlWeightSyncClient
+
         self._weight_sync_inference_client = inference_engine_client
-        backend = inference_engine_cfg.engine_init_kwargs["weight_transfer_config"]["backend"]
-        engine_class = WeightTransferTrainerFactory._registry[backend]()
+        transfer = self.transfer_class(inference_engine_cfg.engine_init_kwargs["weight_transfer_config"]["backend"])
         self._weight_sync_engine = await asyncio.to_thread(
-            WeightTransferTrainerFactory.trainer_init,
-            engine_class.init_info_cls(rank=torch.distributed.get_rank()),
+            transfer.trainer_init,
+            transfer.init_info_cls(rank=torch.distributed.get_rank()),
             client=SkyrlWeightSyncClient(
                 list(inference_engine_client.server_urls), inference_engine_client.data_parallel_size
             ),
@@ -299,14 +296,3 @@ class ExportedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.engine.export())
-
-
-BeamPolicyWorker = ray.remote(num_gpus=1)(BeamPolicyWorkerBase)
-BeamRefWorker = ray.remote(num_gpus=1)(BeamRefWorkerBase)
-
-
-@ray.remote(num_cpus=0)
-def warm_up() -> None:
-    """Import what a worker needs; Ray then starts the worker in the process that did."""
-    import beam_rl.trainer.batches
-    import beam_rl.trainer.engine  # noqa: F401

@@ -1,0 +1,120 @@
+"""SkyRL's experiment with Beam's workers: what is started, in which order, and what is handed to whom."""
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator, TrajectoryOutput
+from skyrl.train.trainer import RayPPOTrainer
+from skyrl.train.utils import validate_cfg
+
+from beam_rl import environment, registries
+from beam_rl.model.errors import BadInput
+from beam_rl.problems import Problems
+from beam_rl.recipe import Recipe
+from beam_rl.servers import Servers
+from beam_rl.tracking import RunTracking
+from beam_rl.training import Advance, BeamTrainer, Observer
+from beam_rl.workers import PolicyWorker, RefWorker
+
+
+class CountingGenerator(SkyRLGymGenerator):
+    """SkyRL's generator, telling `on_response` of every response as it is finished and graded."""
+
+    on_response: Advance | None = None
+
+    async def agent_loop(self, *arguments: Any, **options: Any) -> TrajectoryOutput:
+        output = await super().agent_loop(*arguments, **options)
+        if self.on_response is not None:
+            self.on_response(1)
+        return output
+
+
+class BeamExperiment(BasePPOExp):
+    """One run of a recipe. Servers were started before; the policy starts while they do."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: Any,
+        tokenizer: Any,
+        problems: Problems,
+        held_out: Problems | None,
+        servers: Servers,
+        warm: ray.ObjectRef,
+        observer: Observer,
+    ) -> None:
+        """Arguments that need no explanation aside: `config` is `recipe.skyrl()`, checked by `check_config`; `warm`
+        is ready when a process has imported what the policy worker needs."""
+        self.recipe = recipe
+        self.problems = problems
+        self.held_out = held_out
+        self.servers = servers
+        self.warm = warm
+        self.observer = observer
+        self.cfg = config
+        self.tokenizer = tokenizer
+        self.colocate_pg = None
+        self.trainer: BeamTrainer | None = None
+
+    def get_tracker(self) -> RunTracking:
+        trainer = self.cfg.trainer
+        return RunTracking(
+            self.recipe.run_dir,
+            project_name=trainer.project_name,
+            experiment_name=trainer.run_name,
+            backend=trainer.logger,
+            config=self.cfg,
+            tags=trainer.tags,
+        )
+
+    def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> CountingGenerator:
+        environment.register()
+        return CountingGenerator(
+            generator_cfg=cfg.generator,
+            skyrl_gym_cfg=cfg.environment.skyrl_gym,
+            inference_engine_client=inference_engine_client,
+            tokenizer=tokenizer,
+            policy_model_name=cfg.generator.inference_engine.served_model_name or cfg.trainer.policy.model.path,
+        )
+
+    def _setup_trainer(self) -> RayPPOTrainer:
+        """The policy starts first, beside the servers; the trainer gets client and generator when those answer."""
+        Path(self.cfg.trainer.ckpt_path).mkdir(parents=True, exist_ok=True)
+        self.registries = registries.start([PolicyLossRegistry._actor_name, AdvantageEstimatorRegistry._actor_name])
+        trainer = BeamTrainer(
+            self.recipe,
+            self.observer,
+            cfg=self.cfg,
+            tracker=self.get_tracker(),
+            tokenizer=self.tokenizer,
+            train_dataset=self.problems,
+            eval_dataset=self.held_out,
+            inference_engine_client=None,
+            generator=None,
+        )
+        self.trainer = trainer
+        ray.get(self.warm)
+        trainer.build_models(PolicyWorker, None, RefWorker)
+        client = self.servers.client(self.tokenizer)
+        trainer.inference_engine_client = client
+        trainer.dispatch.set_inference_engine_client(client)
+        trainer.generator = self.get_generator(self.cfg, self.tokenizer, client)
+        return trainer
+
+    def export(self) -> Path:
+        """Write the trained policy as a Hugging Face checkpoint; returns the folder."""
+        assert self.trainer is not None
+        folder = self.recipe.run_dir / "export"
+        self.trainer.dispatch.save_hf_model("policy", str(folder), self.tokenizer)
+        return folder
+
+
+def check_config(config: Any) -> None:
+    """SkyRL's own checks of a configuration. Raises BadInput with its message."""
+    try:
+        validate_cfg(config)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise BadInput(f"SkyRL refuses the recipe: {error}") from error

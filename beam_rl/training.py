@@ -1,0 +1,265 @@
+"""DAPO on SkyRL's training loop: `RayPPOTrainer` with this project's rules at its seams."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from skyrl.backends.skyrl_train.distributed.dispatch import loss_fn_outputs_to_tensor
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+from skyrl.train.generators.base import GeneratorInput, GeneratorOutput
+from skyrl.train.generators.utils import concatenate_generator_outputs, slice_generator_output
+from skyrl.train.trainer import RayPPOTrainer
+
+from beam_rl import checkpoints, gap
+from beam_rl.dapo import DynamicSampling, Selection, overlong_penalty
+from beam_rl.evaluation import evaluate
+from beam_rl.problems import Problems, ProblemStream
+from beam_rl.recipe import Recipe
+from beam_rl.rollouts import RolloutStats, accuracies, indices_of, split_groups
+from beam_rl.trainer.worker import WITHOUT_REPLAY
+
+Advance = Callable[[int], None]
+"""Takes how many units of a phase are done now."""
+
+
+class Observer(Protocol):
+    """What the trainer tells the outside."""
+
+    def step_started(self, step: int) -> None: ...
+
+    def step(self, record: dict[str, Any]) -> None: ...
+
+    def evaluating(self, step: int, responses: int) -> Any:
+        """A context manager for the length of an evaluation; entering it gives an `Advance`."""
+
+    def evaluated(self, record: dict[str, Any]) -> None: ...
+
+    def resumed(self, step: int) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class BeamTrainer(RayPPOTrainer):
+    """SkyRL's loop with DAPO's rewards and sampling, the gap monitor, and checkpoints that cannot be half written."""
+
+    def __init__(self, recipe: Recipe, observer: Observer, **arguments: Any) -> None:
+        self.recipe = recipe
+        self.observer = observer
+        self.monitor = gap.GapMonitor(recipe.beam.gap)
+        self.stats = RolloutStats()
+        self.selection: Selection | None = None
+        self.sampling: DynamicSampling | None = None
+        self.collected: tuple[GeneratorOutput, list[str]] | None = None
+        self.gap: gap.Gap | None = None
+        self.gap_without_r3: float | None = None
+        self.updates = 0
+        super().__init__(**arguments)
+
+    # Data
+
+    def _build_train_dataloader_and_compute_training_steps(self) -> None:
+        trainer = self.recipe.trainer
+        self.stream = ProblemStream(self.train_dataset, trainer.train_batch_size, self.recipe.steps, trainer.seed)
+        self.train_dataloader = self.stream
+        self.total_training_steps = self.recipe.steps
+
+    # Rollout
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """SkyRL's generation, then: unusable tokens out of the loss, the overlong penalty into the rewards."""
+        if self.sampling is None:
+            self.observer.step_started(self.global_step)
+        output = await super().generate(input_batch)
+        if output.get("rollout_logprobs") is not None:
+            self.stats.dropped_tokens += gap.drop_nonfinite(output["rollout_logprobs"], output["loss_masks"])
+        limit = self.recipe.generator.sampling_params.max_generate_length
+        output["rewards"] = [
+            float(reward) + overlong_penalty(len(response), limit, self.recipe.beam.overlong)
+            for reward, response in zip(output["rewards"], output["response_ids"], strict=True)
+        ]
+        self.stats.add(output)
+        return output
+
+    def handle_dynamic_sampling(
+        self, generator_output: GeneratorOutput, uids: list[str]
+    ) -> tuple[GeneratorOutput, list[str], bool]:
+        """Collect informative groups over generated batches; never raises, never returns a batch that cannot train."""
+        signal, silent = split_groups(uids, accuracies(generator_output), self.recipe.beam.sampling.accuracy_tolerance)
+        self.stats.groups += len(signal) + len(silent)
+        self.stats.informative += len(signal)
+        if self.sampling is None:
+            self.sampling = self.new_sampling()
+        selection = self.sampling.add(signal, silent)
+        if self.collected is not None:
+            output, earlier = self.collected
+            generator_output = concatenate_generator_outputs([output, generator_output])
+            uids = [*earlier, *uids]
+        if selection is None:
+            self.collected = (generator_output, uids)
+            self.stream.wanted = self.sampling.next_size()
+            return generator_output, uids, True
+        if selection.note is not None:
+            self.observer.note(f"step {self.global_step}: {selection.note}")
+        chosen = indices_of(uids, selection.groups)
+        self.selection, self.sampling, self.collected = selection, None, None
+        self.stream.wanted = self.recipe.trainer.train_batch_size
+        return slice_generator_output(generator_output, chosen), [uids[index] for index in chosen], False
+
+    def new_sampling(self) -> DynamicSampling:
+        """An empty collection for the step that begins."""
+        trainer, sampling = self.recipe.trainer, self.recipe.beam.sampling
+        ranks, samples = self.dispatch.get_lcm_dp_size(), self.recipe.generator.n_samples_per_prompt
+        return DynamicSampling(
+            wanted=trainer.train_batch_size,
+            updates=trainer.train_batch_size // trainer.policy_mini_batch_size,
+            max_batches=trainer.algorithm.dynamic_sampling.max_sample_batches,
+            on_exhausted=sampling.on_exhausted,
+            stride=ranks // np.gcd(ranks, samples),
+        )
+
+    # Training
+
+    def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingInputBatch:
+        """SkyRL's conversion, for as many groups and mini-batches as the selection has."""
+        with self.batch_of(self.selection):
+            return super().convert_to_training_input(generator_output, uids)
+
+    @contextmanager
+    def batch_of(self, selection: Selection | None) -> Iterator[None]:
+        """SkyRL's batch sizes set to those of a short batch for the length of the block."""
+        trainer = self.cfg.trainer
+        full = trainer.train_batch_size, trainer.policy_mini_batch_size
+        if selection is not None and selection.updates > 0:
+            trainer.train_batch_size = len(selection.groups)
+            trainer.policy_mini_batch_size = len(selection.groups) // selection.updates
+        try:
+            yield
+        finally:
+            trainer.train_batch_size, trainer.policy_mini_batch_size = full
+
+    def fwd_logprobs_values_reward(self, training_input: TrainingInputBatch) -> TrainingInputBatch:
+        """SkyRL's old log-probs, and the gap to the rollout's."""
+        training_input = super().fwd_logprobs_values_reward(training_input)
+        ours, theirs = training_input["action_log_probs"], training_input["rollout_logprobs"]
+        mask = training_input["loss_mask"].numpy()
+        self.gap = gap.measure(ours.numpy(), theirs.numpy(), mask)
+        self.gap_without_r3 = None
+        if self.recipe.beam.r3 and self.monitor.measures_without_r3(self.global_step):
+            free = self.logprobs_without_r3(training_input)
+            self.gap_without_r3 = gap.measure(free.numpy(), theirs.numpy(), mask).mean
+        message = self.monitor.update(self.gap)
+        if message is not None:
+            self.observer.note(f"step {self.global_step}: {message}")
+        if self.monitor.stop:
+            self.observer.note("beam.gap.action is stop: this is the last step")
+            self.cfg.trainer.max_training_steps = self.total_training_steps = self.global_step
+        return training_input
+
+    def logprobs_without_r3(self, training_input: TrainingInputBatch) -> torch.Tensor:
+        """The policy's log-probs [B, R] with the router's own choice of experts."""
+        data = training_input.select(keys=["sequences", "attention_mask"], metadata_keys=["response_length"])
+        data.metadata[WITHOUT_REPLAY] = True
+        output = self.dispatch.forward("policy", data)
+        return loss_fn_outputs_to_tensor(output.loss_fn_outputs, key="logprobs")[: len(training_input["sequences"])]
+
+    def _execute_training_step(self, model: str, data: TrainingInputBatch) -> dict[str, float]:
+        """SkyRL's updates; none when the step has no learning signal."""
+        if self.selection is not None and self.selection.updates == 0:
+            self.updates = 0
+            return {}
+        self.updates = (
+            len(data.metadata[f"{model}_mini_batch_boundaries"]) * self.recipe.trainer.update_epochs_per_batch
+        )
+        return super()._execute_training_step(model, data)
+
+    # Evaluation
+
+    async def eval(self, vllm_metrics_scraper: Any = None) -> dict[str, float]:
+        """avg@k on the held-out problems; the record goes to the observer, its numbers to SkyRL's tracker."""
+        assert isinstance(self.eval_dataset, Problems)
+        responses = len(self.eval_dataset) * self.recipe.generator.eval_n_samples_per_prompt
+        with self.observer.evaluating(self.global_step, responses) as advance:
+            self.generator.on_response = advance
+            try:
+                record = await evaluate(self.recipe, self.eval_dataset, self.generator, self.global_step)
+            finally:
+                self.generator.on_response = None
+        self.observer.evaluated(record)
+        return {f"eval/{key}": value for key, value in record.items() if isinstance(value, int | float)}
+
+    # Records
+
+    def _fire(self, event_name: str, **fields: Any) -> None:
+        """SkyRL's callbacks; when a step's metrics are complete, also its record."""
+        super()._fire(event_name, **fields)
+        if event_name == "on_log" and "trainer/global_step" in fields["logs"]:
+            record = self.step_record(fields["logs"])
+            self.stats, self.selection = RolloutStats(), None
+            fields["logs"].update({f"beam/{key}": value for key, value in record.items() if is_number(value)})
+            self.observer.step(record)
+
+    def step_record(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """The "step" record of `metrics.jsonl`, from what SkyRL logged and what was counted here."""
+        seconds = {
+            "generate": logs["timing/generate"],
+            "logprobs": logs["timing/fwd_logprobs_values_reward"],
+            "train": logs["timing/train_critic_and_policy"],
+            "sync": logs["timing/sync_weights"],
+        }
+        whole = logs["timing/step"]
+        assert self.gap is not None
+        return {
+            "kind": "step",
+            "step": self.global_step,
+            "updates": self.updates,
+            "time": time.time(),
+            **self.stats.record(),
+            "gap_mean": self.gap.mean,
+            "gap_p99": self.gap.p99,
+            "gap_max": self.gap.max,
+            "gap_budget": self.recipe.beam.gap.budget,
+            "gap_mean_no_r3": self.gap_without_r3,
+            "tokens_per_second": sum(self.stats.lengths) / whole,
+            "step_seconds": whole,
+            "seconds": seconds | {"other": whole - sum(seconds.values())},
+            "policy_loss": logs.get("policy/policy_loss"),
+            "grad_norm": logs.get("policy/grad_norm"),
+            "lr": logs.get("policy/policy_lr"),
+            "clip_share": logs.get("policy/loss_metrics/clip_ratio"),
+            "entropy": logs.get("policy/policy_entropy"),
+            "weight_version": self.inference_engine_client.weight_version,
+        }
+
+    # Checkpoints
+
+    def save_checkpoints(self) -> str:
+        """Policy first, then the driver's state, then the pointer to both."""
+        root = Path(self.cfg.trainer.ckpt_path)
+        self.dispatch.save_checkpoint("policy", str(checkpoints.folder(root, self.global_step) / "policy"))
+        state = {"step": self.global_step, "stream": self.stream.state_dict(), "gap_over": self.monitor.over}
+        return str(checkpoints.publish(root, self.global_step, state, self.cfg.trainer.max_ckpts_to_keep))
+
+    def load_checkpoints(self) -> tuple[int, str | None]:
+        """Go on from the last whole checkpoint: its weights reach the rollout before the first sample is drawn."""
+        root = Path(self.cfg.trainer.ckpt_path)
+        found = checkpoints.latest(root)
+        if found is None:
+            return 0, None
+        step, state = found
+        checkpoints.forget_beyond(root, step)
+        path = checkpoints.folder(root, step)
+        self.dispatch.load_checkpoint("policy", str(path / "policy"))
+        self.stream.load_state_dict(state["stream"])
+        self.monitor.over = state["gap_over"]
+        self.cfg.trainer.eval_before_train = False  # the evaluation before training is in metrics.jsonl already
+        self.observer.resumed(step)
+        return step, str(path)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a record's value can be drawn as a curve."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
