@@ -1,7 +1,7 @@
 """vLLM's CPU platform, able to serve Beam with routed-expert capture.
 
 vLLM's CPU runner has no routed-expert capture, and its configuration check refuses the option on every platform that
-does not bring a runner of its own. This platform brings one (`cpu_worker`), through vLLM's extension point for platforms
+does not bring a runner of its own. This platform brings one (`cpu_worker`), through vLLM's entry point for platforms
 (`vllm.platform_plugins`). It changes nothing for models other than Beam, and it is not there on GPUs.
 """
 

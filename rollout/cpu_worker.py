@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+import torch._dynamo
 
 # First: on the CPU this module prepares shared memory before torch is used.
 from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip
+from vllm.config import CompilationMode
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, get_aux_output_connector
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -61,6 +64,9 @@ class BeamCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
+        if self.compilation_config.mode == CompilationMode.NONE:
+            # An eager engine still compiles a helper of the sampler: half a minute of C++ at the first log-prob.
+            torch._dynamo.config.disable = True
         # vLLM names its runner's class inside init_device; a runner holds no weights yet, so replacing it is cheap.
         if not self.use_v2_model_runner:
             self.model_runner = CapturingModelRunner(self.vllm_config, self.device)

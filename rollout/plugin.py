@@ -1,24 +1,34 @@
-"""What vLLM learns of Beam, in every one of its processes (entry point `vllm.general_plugins`)."""
+"""What vLLM learns of Beam, in every one of its processes, through its entry points for plugins.
+
+Everything is named by path, so that a process imports only what it comes to use.
+"""
 
 ARCHITECTURE = "BeamForCausalLM"
 
 
 def register() -> None:
-    """Tell vLLM about Beam's configuration, the portable model and the weight-transfer backend. Idempotent.
+    """`vllm.general_plugins`: Beam's configuration, the portable model, the weight transport. Idempotent.
 
-    Names its classes by path, so that a process imports only what it uses.
+    The model is registered only where vLLM has no Beam of its own, or one that cannot run here: vLLM's is for NVIDIA.
     """
-    from vllm.model_executor.models import ModelRegistry
-
     from beam_rl.model import config
+    from beam_rl.rollout.transfer import BACKEND
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.platforms import current_platform
 
     config.register()
-    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+    known = ModelRegistry.models.get(ARCHITECTURE)
+    if known is None or (known.module_name.startswith("vllm.") and not current_platform.is_cuda()):
         ModelRegistry.register_model(ARCHITECTURE, "beam_rl.rollout.portable:BeamForCausalLM")
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "beam_rl.rollout.receive", "ShmReceiver")
+    if BACKEND not in WeightTransferTrainerFactory._registry:
+        WeightTransferTrainerFactory.register_engine(BACKEND, "beam_rl.rollout.transfer", "ShmTrainer")
 
 
 def cpu_platform() -> str | None:
-    """vLLM platform plugin: Beam's CPU platform where vLLM would use its plain CPU platform, else nothing."""
+    """`vllm.platform_plugins`: Beam's CPU platform where vLLM would use its plain CPU platform, else nothing."""
     from vllm.platforms import cpu_platform_plugin
 
     if cpu_platform_plugin() != "vllm.platforms.cpu.CpuPlatform":

@@ -6,8 +6,11 @@ Layouts: hidden states are [tokens, hidden], all running requests packed along `
 """
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
+from beam_rl.model import numerics
+from beam_rl.model.config import BeamConfig
 from torch import Tensor, nn
 from vllm.config import CacheConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -23,9 +26,6 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
-
-from beam_rl.model import numerics
-from beam_rl.model.config import BeamConfig
 
 Rotations = dict[float, tuple[Tensor, Tensor]]
 """Per rotary base: cosines and sines of this step's positions, shared by all layers."""
@@ -162,7 +162,8 @@ class BeamMoE(nn.Module):
         The routed scaling factor goes into the weights, so that the kernel, which sums in float32, rounds once.
         """
         config = self.config
-        assert config.n_group is not None and config.topk_group is not None  # checked when the config was read
+        assert config.n_group is not None  # checked when the config was read, and so is the next
+        assert config.topk_group is not None
         bias = self.gate.e_score_correction_bias
         weights, ids = numerics.route(gating_output, bias, topk, config.n_group, config.topk_group, renormalize)
         return weights * config.routed_scaling_factor, ids
@@ -226,7 +227,10 @@ class BeamForCausalLM(nn.Module):
 
     allow_patterns_overrides = ("model*.safetensors",)
     """Files of the checkpoint folder that hold weights; other safetensors files beside them are not the model's."""
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_stacked={
             ".q_proj": (".qkv_proj", "q"),
