@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,15 +24,24 @@ from beam_rl.model.names import export_hf, load_hf
 from beam_rl.model.transformer_config import transformer_config
 from beam_rl.trainer import checkpoint, distributed, optimizer
 from beam_rl.trainer.logprobs import entropies, token_logprobs
-from beam_rl.trainer.replay import RoutesError, check_routes
-from beam_rl.trainer.sequences import MicroBatch, Sequence, pack, split, unpack
+from beam_rl.trainer.replay import RoutesError, Routing
+from beam_rl.trainer.sequences import MicroBatch, Sequence, check_sample, pack, split, unpack
 from beam_rl.trainer.settings import EngineConfig, OptimizerSettings, Parallel
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-__all__ = ["EngineConfig", "LossFn", "OptimizerSettings", "Parallel", "RoutesError", "Sequence", "TrainerEngine"]
+__all__ = [
+    "EngineConfig",
+    "LossFn",
+    "OptimizerSettings",
+    "Parallel",
+    "RoutesError",
+    "Scores",
+    "Sequence",
+    "TrainerEngine",
+]
 
 Progress = Callable[[int, int], None]
 """Called after every micro batch with (done, all)."""
@@ -56,6 +66,18 @@ class LossFn(Protocol):
             entropy: float32 [K] without gradient, if it was asked for.
         """
         ...
+
+
+@dataclass
+class Scores:
+    """Results of a forward pass, one tensor a sample, on the CPU."""
+
+    logprobs: list[Tensor]
+    """float32 [n - 1]: entry t is of token t + 1."""
+    entropies: list[Tensor] | None
+    """float32 [n - 1], in nats."""
+    routes: list[Tensor] | None
+    """int16 [n, layers, topk]: the experts used; -1 in dense layers."""
 
 
 class TrainerEngine:
@@ -110,34 +132,45 @@ class TrainerEngine:
     # Forward and backward
 
     @torch.no_grad()
-    def forward_logprobs(
+    def score(
         self,
         sequences: Seq[Sequence],
         *,
         replay: bool = True,
         masked: bool = False,
         entropy: bool = False,
+        routes: bool = False,
         progress: Progress | None = None,
-    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-        """Log-probabilities of the samples' tokens, on every rank of this data-parallel replica.
+    ) -> Scores:
+        """A forward pass over the samples; every rank of this data-parallel replica gets the results.
 
         Args:
             replay: use the samples' routes instead of the router's choice.
-            masked: compute them only where the loss mask is not 0, and give 0 elsewhere.
-            entropy: also return entropies.
-
-        Returns:
-            float32 [n - 1] a sample, on the CPU; with `entropy`, a pair of such lists.
+            masked: compute log-probabilities only where the loss mask is not 0, and give 0 elsewhere.
+            entropy: also compute entropies.
+            routes: also record the experts used.
 
         Raises:
             RoutesError: `replay`, and a sample's routes are missing or invalid.
         """
-        batches = self._batches(sequences, replay, masked)
-        score = partial(_score, temperature=self.config.temperature, entropy=entropy)
-        outputs = self._run(batches, score, progress)
+        batches = self._batches(sequences, replay, masked=masked, record=routes)
+        outputs = self._run(batches, partial(_score, temperature=self.config.temperature, entropy=entropy), progress)
         values = self._gather(batches, outputs, 2 if entropy else 1)  # [micro batches][1 or 2, T]
-        logprobs = unpack([v[0] for v in values], batches, len(sequences))
-        return (logprobs, unpack([v[1] for v in values], batches, len(sequences))) if entropy else logprobs
+
+        def per_sample(row: int) -> list[Tensor]:
+            return [v[:-1] for v in unpack([v[row] for v in values], batches, len(sequences))]
+
+        return Scores(
+            logprobs=per_sample(0),
+            entropies=per_sample(1) if entropy else None,
+            routes=unpack(self._gather_routes(batches), batches, len(sequences)) if routes else None,
+        )
+
+    def forward_logprobs(
+        self, sequences: Seq[Sequence], *, replay: bool = True, masked: bool = False, progress: Progress | None = None
+    ) -> list[Tensor]:
+        """Log-probabilities of the samples' tokens, float32 [n - 1] a sample; see `score`."""
+        return self.score(sequences, replay=replay, masked=masked, progress=progress).logprobs
 
     def forward_backward(
         self,
@@ -162,7 +195,7 @@ class TrainerEngine:
             raise RuntimeError("this engine was built without an optimizer, for forward passes only")
         if self._reduced:
             raise RuntimeError("call optimizer_step or zero_grad before the next forward_backward")
-        batches = self._batches(sequences, replay, masked=True)
+        batches = self._batches(sequences, replay, masked=True, record=False)
         self._reduced = True
         try:
             outputs = self._run(
@@ -173,27 +206,24 @@ class TrainerEngine:
             raise
         return self._sum_metrics(outputs)
 
-    def _batches(self, sequences: Seq[Sequence], replay: bool, masked: bool) -> list[MicroBatch]:
+    def _batches(self, sequences: Seq[Sequence], replay: bool, *, masked: bool, record: bool) -> list[MicroBatch]:
         """Check and pack the samples; ranks that share experts get the same number of micro batches."""
-        replay = replay and bool(self.hf.sparse_layers)
+        hf, layout = self.hf, self.config.parallel
+        replay = replay and bool(hf.sparse_layers)
+        routing = Routing(hf.num_hidden_layers, tuple(hf.sparse_layers), hf.num_experts_per_tok, hf.num_experts)
         for number, sequence in enumerate(sequences):
-            _check_sequence(number, sequence, sequences[0])
-            if replay:
-                shape = (self.hf.num_hidden_layers, self.hf.num_experts_per_tok, self.hf.num_experts)
-                try:
-                    check_routes(sequence.routes, sequence.captured, len(sequence.tokens), self.hf.sparse_layers, shape)
-                except RoutesError as error:
-                    raise RoutesError(f"sample {number}: {error}") from None
+            check_sample(number, sequence, sequences[0], routing if replay else None)
         groups = split(sequences, self.config.micro_batch_tokens)
         groups += [[] for _ in range(distributed.shared_count(max(1, len(groups))) - len(groups))]
         return [
             pack(
                 sequences,
                 group,
-                replay=replay,
+                routing=routing if replay else None,
                 masked=masked,
-                cp=(self.config.parallel.cp, parallel_state.get_context_parallel_rank()),
-                tp=self.config.parallel.tp,
+                record=record,
+                cp=(layout.cp, parallel_state.get_context_parallel_rank()),
+                tp=layout.tp,
                 device=distributed.device(),
             )
             for group in groups
@@ -268,6 +298,22 @@ class TrainerEngine:
             if self.config.parallel.pp > 1:
                 dist.broadcast(whole, parallel_state.get_pipeline_model_parallel_last_rank(), group=pp)
             gathered.append(whole.cpu())
+        return gathered
+
+    def _gather_routes(self, batches: Seq[MicroBatch]) -> list[Tensor]:
+        """Routes used, int16 [T, layers, topk] a micro batch, of all layers and context-parallel ranks, on the CPU."""
+        groups = parallel_state.get_context_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+        gathered = []
+        for batch in batches:
+            shape = (batch.total, self.hf.num_hidden_layers, self.hf.num_experts_per_tok)
+            whole = torch.full(shape, -1, dtype=torch.int32, device=batch.tokens.device)
+            where = slice(None) if batch.local is None else batch.local
+            for layer, ids in batch.batch.recorded.items():
+                whole[where, layer] = ids.int()
+            for group in groups:
+                if group.size() > 1:
+                    dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+            gathered.append(whole.to(torch.int16).cpu())
         return gathered
 
     def _sum_metrics(self, outputs: Seq[Mapping[str, Tensor | float]]) -> dict[str, float]:
@@ -346,15 +392,3 @@ def _score(batch: MicroBatch, logits: Tensor, temperature: float, entropy: bool)
     logits = logits.index_select(0, batch.rows)
     logprobs = token_logprobs(logits, batch.targets, temperature)
     return torch.stack((logprobs, entropies(logits, temperature)) if entropy else (logprobs,))
-
-
-def _check_sequence(number: int, sequence: Sequence, first: Sequence) -> None:
-    """Raise ValueError where a sample's tensors do not fit together: packing would shift them silently."""
-    tokens = len(sequence.tokens)
-    if tokens < 2:
-        raise ValueError(f"sample {number} has {tokens} tokens: a prediction needs two")
-    if sequence.fields.keys() != first.fields.keys():
-        raise ValueError(f"sample {number} has fields {sorted(sequence.fields)}, sample 0 has {sorted(first.fields)}")
-    for name, values in (("loss_mask", sequence.loss_mask), *sequence.fields.items()):
-        if values.shape != (tokens - 1,):
-            raise ValueError(f"sample {number}: {name} has shape {tuple(values.shape)}, expected [{tokens - 1}]")

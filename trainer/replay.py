@@ -11,6 +11,7 @@ a backend that never captured (vllm#54730, vllm-ascend#16314), ids wrapped by a 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,60 +28,64 @@ def route_dtype(num_experts: int) -> torch.dtype:
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
-def check_routes(
-    routes: Tensor | None, captured: Tensor | None, tokens: int, sparse_layers: Seq[int], shape: tuple[int, int, int]
-) -> None:
-    """Raise `RoutesError` at the first fault of one sample's routes.
+@dataclass(frozen=True)
+class Routing:
+    """What the model expects of routes."""
 
-    Args:
-        routes: uint8 or int16 [rows, layers, topk], rows == tokens, or tokens - 1 (the last token was never an input).
-        captured: bool [rows], False where the rollout has no route for the token; None means all are there.
-        tokens: length of the sample, prompt and response.
-        sparse_layers: absolute layers that route; the rows of other layers are not read.
-        shape: (layers, topk, experts) of the model.
-    """
-    layers, topk, experts = shape
-    if routes is None:
-        raise RoutesError(
-            f"no routes: R3 replays the rollout's experts, so set {CAPTURE_SETTING}=true (or beam.r3=false)"
-        )
-    if routes.dtype not in (torch.uint8, torch.int16):
-        raise RoutesError(f"routes are {routes.dtype}: expected {route_dtype(experts)} for {experts} experts")
-    if routes.dim() != 3 or tuple(routes.shape[1:]) != (layers, topk):
-        raise RoutesError(f"routes have shape {tuple(routes.shape)}: expected [{tokens}, {layers}, {topk}]")
-    rows = len(routes)
-    if rows not in (tokens - 1, tokens):
-        raise RoutesError(
-            f"{rows} rows of routes for {tokens} tokens: expected {tokens - 1} (one an input token) or {tokens};"
-            " a prefix-cache hit or an external KV cache drops rows, so check the rollout engine's cache settings"
-        )
-    used = routes[:, list(sparse_layers)]  # [rows, sparse layers, topk]
-    if captured is not None:
-        if captured.shape != (rows,):
+    layers: int
+    """All layers: routes have a place for dense ones too, which nobody reads."""
+    sparse_layers: tuple[int, ...]
+    topk: int
+    experts: int
+
+    def check_shape(self, routes: Tensor | None, captured: Tensor | None, tokens: int) -> None:
+        """Raise `RoutesError` unless a sample's routes are there, one row a token.
+
+        Args:
+            routes: uint8 or int16 [rows, layers, topk]; rows == tokens, or tokens - 1 (the last was never an input).
+            captured: bool [rows], False where the rollout has no route for the token; None means all are there.
+            tokens: length of the sample, prompt and response.
+        """
+        if routes is None:
+            raise RoutesError(f"no routes: R3 replays the rollout's, so set {CAPTURE_SETTING}=true, or beam.r3=false")
+        if routes.dtype not in (torch.uint8, torch.int16):
+            raise RoutesError(f"routes are {routes.dtype}: expected {route_dtype(self.experts)}")
+        if routes.dim() != 3 or tuple(routes.shape[1:]) != (self.layers, self.topk):
+            raise RoutesError(
+                f"routes have shape {tuple(routes.shape)}: expected [{tokens}, {self.layers}, {self.topk}]"
+            )
+        rows = len(routes)
+        if rows not in (tokens - 1, tokens):
+            raise RoutesError(
+                f"{rows} rows of routes for {tokens} tokens: expected {tokens - 1} (one an input token) or {tokens};"
+                " a prefix-cache hit or an external KV cache drops rows, so check the rollout engine's cache settings"
+            )
+        if captured is not None and captured.shape != (rows,):
             raise RoutesError(f"captured has shape {tuple(captured.shape)}: expected [{rows}]")
-        used = used[captured.bool()]
-    if used.numel() == 0:
-        return
-    low, high = int(used.min()), int(used.max())
-    if low < 0 or high >= experts:
-        raise RoutesError(
-            f"expert ids from {low} to {high}, but the model has {experts} experts: routes of another model, or ids cut"
-            f" by a narrow type ({route_dtype(experts)} is the right one)"
-        )
-    if topk == 1:
-        return
-    ordered = used.sort(-1).values
-    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)  # [rows, sparse layers]
-    if repeated.any():
-        row, layer = (int(i) for i in repeated.nonzero()[0])
-        experts_of_row = used[row, layer].tolist()
-        never = not bool(used.any())
-        cause = (
-            "the rollout's MoE kernel never captured them: change its moe backend" if never else "the capture is stale"
-        )
-        raise RoutesError(
-            f"token {row} of layer {sparse_layers[layer]} has experts {experts_of_row}, one of them twice: {cause}"
-        )
+
+    def first_fault(self, ids: Tensor, captured: Tensor | None) -> tuple[int, str] | None:
+        """First row of ids [tokens, layers, topk] that cannot be a router's choice, and why; None if all can."""
+        used = ids[:, list(self.sparse_layers)]  # [tokens, sparse layers, topk]
+        strange = (used < 0) | (used >= self.experts)
+        for shift in range(1, self.topk // 2 + 1):  # every pair of a row meets at one of these shifts
+            strange |= used == used.roll(shift, -1)
+        if captured is not None:
+            strange &= captured[:, None, None]
+        if not strange.any():
+            return None
+        row, layer, _ = (int(i) for i in strange.nonzero()[0])
+        chosen = used[row, layer].tolist()
+        where = f"in layer {self.sparse_layers[layer]} its experts are {chosen}"
+        if min(chosen) < 0 or max(chosen) >= self.experts:
+            dtype = route_dtype(self.experts)
+            why = f"the model has {self.experts}: routes of another model, or ids cut by a narrow type (not {dtype})"
+        elif not any(chosen):
+            why = "the rollout's MoE kernel captured none: change the rollout engine's moe backend"
+        else:
+            why = (
+                "one of them twice: the capture is stale, so check the rollout engine's cache and KV connector settings"
+            )
+        return row, f"{where}; {why}"
 
 
 def pack_routes(
@@ -103,12 +108,20 @@ def pack_routes(
     given = [r for r in routes if r is not None]
     dtype = torch.int16 if any(r.dtype == torch.int16 for r in given) else torch.uint8
     layers, topk = given[0].shape[1:]
-    ids = torch.arange(topk, dtype=dtype).expand(sum(lengths), layers, topk).contiguous()
+    filler = torch.arange(topk, dtype=dtype).expand(max(lengths), layers, topk)
+    pieces: list[Tensor] = []
+    for route, length in zip(routes, lengths, strict=True):
+        rows = 0 if route is None else len(route)
+        if route is not None:
+            pieces.append(route.to(dtype))
+        if rows < length:
+            pieces.append(filler[: length - rows])
+    ids = torch.cat(pieces)
+    if all(there is None for there in captured):
+        return ids, None
     mask = torch.ones(len(ids), dtype=torch.bool)
     start = 0
-    for route, there, length in zip(routes, captured, lengths, strict=True):
-        if route is not None:
-            ids[start : start + len(route)] = route
+    for there, length in zip(captured, lengths, strict=True):
         if there is not None:
             mask[start : start + len(there)] = there
         start += length
