@@ -149,9 +149,10 @@ def export_hf(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Te
     owners = _owners(mine, groups)
     shapes = hf_tensors(config.beam)
     for names in _export_order(shapes, config.beam, groups.ep.size()):
-        owner = owners[names[0]]
+        own = names[groups.ep.rank()] if len(names) > 1 else names[0]
+        owner = owners[own]
         if groups.pp.rank() == owner:
-            tensors = _gather(mine[names[groups.ep.rank() if len(names) > 1 else 0]], len(names), groups)
+            tensors = _gather(mine[own], len(names), groups)
         else:
             dtype = torch.float32 if is_float32(names[0]) else config.params_dtype
             device = next(iter(mine.values())).view.device
@@ -175,7 +176,7 @@ def _gather(piece: Piece, ranks: int, groups: ProcessGroupCollection) -> list[Te
 
 
 def _owners(mine: dict[str, Piece], groups: ProcessGroupCollection) -> dict[str, int]:
-    """Pipeline rank that holds each tensor's pieces; for experts, of the expert-parallel ranks alike this one."""
+    """Pipeline rank that holds each tensor's pieces; of the experts, only this expert-parallel rank's are known."""
     held: list[list[str] | None] = [None] * groups.pp.size()
     if groups.pp.size() > 1:
         dist.all_gather_object(held, list(mine), group=groups.pp)
