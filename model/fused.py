@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from beam_rl.model import numerics
+from torch import Tensor
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -9,7 +9,7 @@ from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-Recompute = Literal["full", "moe", "core_attn", "mlp", "layernorm"]
+Recompute = Literal["full", "moe", "core_attn", "mlp"]
 
 
 @dataclass
