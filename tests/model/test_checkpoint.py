@@ -120,7 +120,7 @@ def test_half_fused_layer_is_refused(small: BeamConfig, folder: Path) -> None:
 
 def test_missing_shard_is_named(folder: Path) -> None:
     next(folder.glob("model-00002*")).unlink()
-    with pytest.raises(BadInput, match="names model-00002-of-.* which is missing"):
+    with pytest.raises(BadInput, match=r"names model-00002-of-.* which is missing"):
         HFCheckpoint(folder)
 
 

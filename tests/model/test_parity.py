@@ -1,6 +1,6 @@
 """The Megatron model against transformers' own Beam, in float32."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from beam_rl.model.checkpoint import HFCheckpoint, open_checkpoint
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.gpt import BeamModel
 from beam_rl.model.names import export_hf, load_hf, pieces
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 CASES = ("tiny", "groups", "long")
@@ -40,12 +40,12 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, golden: Callable[[str], Path], build: Callable) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, golden: Callable[[str], Path], build: Callable) -> Case:
     folder = golden(request.param)
     config, checkpoint = open_checkpoint(folder)
     model = build(config)
     load_hf([model], checkpoint)
-    yield Case(config, checkpoint, model, load_file(folder / "reference.safetensors"))
+    return Case(config, checkpoint, model, load_file(folder / "reference.safetensors"))
 
 
 def test_logprobs_and_routes_are_the_references(case: Case) -> None:
@@ -87,7 +87,7 @@ def exported_gradients(model: BeamModel) -> dict[str, Tensor]:
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     values = [parameter.data for parameter in parameters]
     for parameter in parameters:
-        parameter.data = parameter.grad  # type: ignore[assignment]
+        parameter.data = parameter.grad
     gradients = {piece.name: piece.full().clone() for piece in pieces(model)}
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data = value
@@ -115,8 +115,6 @@ def test_round_trip_through_megatron_is_bit_exact(case: Case) -> None:
 def test_fused_and_per_expert_checkpoints_load_alike(
     golden: Callable[[str], Path], build: Callable, tmp_path: Path
 ) -> None:
-    from safetensors.torch import save_file
-
     config, checkpoint = open_checkpoint(golden("tiny"))
     tensors = dict(checkpoint.tensors(config))
     fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
