@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,6 +17,9 @@ import torch.distributed as dist
 from beam_rl.trainer import cpu
 from torch import Tensor
 
+logging.getLogger("megatron").setLevel(logging.ERROR)  # what Megatron deprecates is no news to our users
+warnings.filterwarnings("ignore", module=r"megatron\.")
+warnings.filterwarnings("ignore", module=r"torch\.distributed\.c10d_logger", category=FutureWarning)
 cpu.install()
 
 from beam_rl.model.checkpoint import HFCheckpoint
