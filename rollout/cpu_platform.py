@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 WORKER = "beam_rl.rollout.cpu_worker.BeamCPUWorker"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 """What SkyRL writes where no worker class was chosen."""
+_CHECK = "_verify_aux_output_compatibility"
+"""vLLM's method that checks a configuration for the capture."""
 
 
 class BeamCpuPlatform(CpuPlatform):
@@ -39,7 +41,7 @@ class BeamCpuPlatform(CpuPlatform):
         if parallel.world_size == 1 and "OMP_NUM_THREADS" in os.environ:
             parallel.distributed_executor_backend = "uni"
         if vllm_config.aux_output_config.enabled and parallel.worker_cls == WORKER:
-            vllm_config._verify_aux_output_compatibility = partial(_verify_capture, vllm_config)
+            vars(vllm_config)[_CHECK] = partial(_verify_capture, vllm_config)
 
     def is_out_of_tree(self) -> bool:
         """True for the length of vLLM's check of the capture, which exempts platforms with their own runner."""
@@ -51,7 +53,7 @@ def _verify_capture(vllm_config: "VllmConfig") -> None:
 
     It stands in for the method of this one configuration, once, and leaves no trace in what is sent to the engine.
     """
-    del vllm_config._verify_aux_output_compatibility
+    del vars(vllm_config)[_CHECK]
     if vllm_config.speculative_config is not None:
         raise ValueError("routed-expert capture on the CPU does not support speculative decoding")
     BeamCpuPlatform._checking_capture = True

@@ -5,6 +5,7 @@ depend on the runner, so this module joins them to the first one: before a step 
 and with the sampled tokens the rows that the step's forward captured go out. Scheduling is synchronous on the CPU.
 """
 
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,30 +29,41 @@ class CapturingModelRunner(CPUModelRunner):
     _connector: AuxOutputWorkerConnector | None = None
     _scheduled: SchedulerOutput
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
-        super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)
+    def initialize_kv_cache(
+        self,
+        kv_cache_config: KVCacheConfig,
+        is_profiling: bool = False,
+        kv_cache_allocation_context: AbstractContextManager | None = None,
+    ) -> None:
+        super().initialize_kv_cache(kv_cache_config, is_profiling, kv_cache_allocation_context)
         if self.vllm_config.aux_output_config.enabled and not is_profiling:
             self._connector = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
 
-    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(  # type: ignore[override]  # vLLM's decorator hides the method's type, here and below
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
+    ) -> ModelRunnerOutput | None:
         if self._connector is not None:
             self._connector.begin_step(scheduler_output.aux_output_connector_metadata)
             self._scheduled = scheduler_output
-        return super().execute_model(scheduler_output, *args, **kwargs)
+        execute: Any = super().execute_model
+        return execute(scheduler_output, intermediate_tensors)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | None:
+    def sample_tokens(  # type: ignore[override]
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | None:
+        sample: Any = super().sample_tokens
         if self._connector is None or self.execute_model_state is None:
-            return super().sample_tokens(grammar_output)
+            return sample(grammar_output)
         # Requests in the order of the forward's rows, read before sampling moves the batch on.
         requests = list(self.input_batch.req_ids)
         rows = np.array([self._scheduled.num_scheduled_tokens[request] for request in requests])
-        batch = SimpleNamespace(
+        batch: Any = SimpleNamespace(
             req_ids=requests,
             query_start_loc_np=np.concatenate(([0], np.cumsum(rows))),
             num_computed_tokens_np=self.input_batch.num_computed_tokens_cpu[: len(requests)].copy(),
         )
         pending = self._connector.prepare_output(batch)
-        output = super().sample_tokens(grammar_output)
+        output = sample(grammar_output)
         if pending is not None:
             sampled = np.array([len(output.sampled_token_ids[output.req_id_to_index[r]]) for r in requests])
             pending.enqueue_cpu_copy(sampled, num_rejected=np.zeros_like(sampled))
@@ -69,4 +81,4 @@ class BeamCPUWorker(CPUWorker):
             torch._dynamo.config.disable = True
         # vLLM names its runner's class inside init_device; a runner holds no weights yet, so replacing it is cheap.
         if not self.use_v2_model_runner:
-            self.model_runner = CapturingModelRunner(self.vllm_config, self.device)
+            self.model_runner = CapturingModelRunner(self.vllm_config, torch.device("cpu"))

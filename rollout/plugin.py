@@ -19,7 +19,8 @@ def register() -> None:
 
     config.register()
     known = ModelRegistry.models.get(ARCHITECTURE)
-    if known is None or (known.module_name.startswith("vllm.") and not current_platform.is_cuda()):
+    native = getattr(known, "module_name", "").startswith("vllm.")
+    if known is None or (native and not current_platform.is_cuda()):
         ModelRegistry.register_model(ARCHITECTURE, "beam_rl.rollout.portable:BeamForCausalLM")
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "beam_rl.rollout.receive", "ShmReceiver")

@@ -56,9 +56,10 @@ class ShmReceiver(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 drop_expert_kernels(self.model)
             with torch.device(self.device):
                 initialize_layerwise_reload(self.model)
-                loaded = self.model.load_weights(_tensors(file))
+                load: Any = self.model.load_weights
+                loaded: set[str] = load(_tensors(file))
                 finalize_layerwise_reload(self.model, self.model_config)
-        left_out = {name for name, _ in self.model.named_parameters()} - set(loaded)
+        left_out = {name for name, _ in self.model.named_parameters()} - loaded
         if left_out:
             raise RuntimeError(f"the model kept old values of {_listed(left_out)} after a weight update")
 
