@@ -55,23 +55,23 @@ class TinySettings(Section):
 
     cache_dir: str = "~/.cache/beam-rl/tiny"
     """Folder in which finished warm-ups are kept, one subfolder for each different set of settings."""
-    train_problems: int = Field(1500, gt=0)
+    train_problems: int = Field(5000, gt=0)
     """Distinct problems to train on."""
-    held_out_problems: int = Field(128, ge=64)
+    held_out_problems: int = Field(256, ge=64)
     """Problems that are in no training batch, for evaluation."""
-    max_term: int = Field(10, gt=1)
+    max_term: int = Field(15, gt=1)
     """Largest number in a sum or a difference."""
     max_factor: int = Field(9, gt=1)
     """Largest number in a product."""
-    three_term_share: float = Field(0.5, ge=0, le=1)
+    three_term_share: float = Field(0.7, ge=0, le=1)
     """Share of problems with three terms, which the model solves in two steps."""
-    warmup_steps: int = Field(400, gt=0)
+    warmup_steps: int = Field(600, gt=0)
     """Supervised optimizer steps on worked solutions before DAPO begins."""
     warmup_batch: int = Field(128, gt=0)
     """Solutions a supervised step."""
-    warmup_lr: float = Field(4e-3, gt=0)
+    warmup_lr: float = Field(6e-3, gt=0)
     """Peak learning rate of the supervised steps; it falls linearly to a tenth."""
-    slip_share: float = Field(0.3, ge=0, lt=1)
+    slip_share: float = Field(0.25, ge=0, lt=1)
     """Share of the worked solutions whose answer is wrong: what the model imitates, and reinforcement removes."""
 
 

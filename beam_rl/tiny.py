@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from filelock import FileLock
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from beam_rl import __version__
-from beam_rl.evals.arithmetic import ArithmeticSpec, Problem, generate, solution, write_rows
+from beam_rl.evals.arithmetic import ArithmeticSpec, Problem, generate, parse, solution, write_rows
 from beam_rl.settings import TinySettings
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from beam_rl.model.config import BeamConfig
     from beam_rl.recipe import Recipe
     from beam_rl.trainer.engine import Sequence, TrainerEngine
+    from torch import Tensor
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, a note)."""
@@ -175,13 +177,30 @@ def warm_up(
     engine.load_hf(initial)
     shutil.rmtree(initial)
     rng = random.Random(seed)
+    three, two = (
+        [problem for problem in problems if (len(parse(problem.problem)[1]) == 2) is long] for long in (True, False)
+    )
     for step in range(1, steps + 1):
-        batch = [example(rng.choice(problems), rng, settings.slip_share, encoder) for _ in range(settings.warmup_batch)]
-        tokens = sum(int(sequence.loss_mask.sum()) for sequence in batch)
-        metrics = engine.forward_backward(batch, lambda logprobs, *_: (-logprobs.sum() / tokens, {}), replay=False)
+        drawn = draw(two, three, settings, rng)
+        batch = [example(problem, rng, settings.slip_share, encoder) for problem in drawn]
+        tokens = sum(float(sequence.loss_mask.sum()) for sequence in batch)
+        metrics = engine.forward_backward(batch, partial(negative_likelihood, tokens=tokens), replay=False)
         engine.optimizer_step()
         progress(step, steps, f"loss {metrics['loss']:.3f}")
     return engine
+
+
+def negative_likelihood(
+    logprobs: "Tensor", fields: object, loss_mask: object, entropy: object, *, tokens: float
+) -> tuple["Tensor", dict[str, float]]:
+    """The engine's loss for supervised steps: cross-entropy, meant over the `tokens` of the whole batch."""
+    return -logprobs.sum() / tokens, {}
+
+
+def draw(two: list[Problem], three: list[Problem], settings: TinySettings, rng: random.Random) -> list[Problem]:
+    """A batch with `three_term_share` of three-term problems: there are far fewer distinct ones with two."""
+    long = (rng.random() < settings.three_term_share for _ in range(settings.warmup_batch))
+    return [rng.choice((three if is_long else two) or three or two) for is_long in long]
 
 
 def example(problem: Problem, rng: random.Random, slip_share: float, encoder: "PreTrainedTokenizerFast") -> "Sequence":
