@@ -4,6 +4,7 @@ All functions raise BadInput and change nothing; `inputs` returns what it had to
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def settings(recipe: Recipe) -> None:
     divides(recipe)
     lengths(recipe)
     supported(recipe)
+    engine(recipe)
 
 
 def divides(recipe: Recipe) -> None:
@@ -83,7 +85,7 @@ def supported(recipe: Recipe) -> None:
     """Combinations that train wrongly, or that this version does not do."""
     trainer, generator = recipe.trainer, recipe.generator
     sampling = generator.sampling_params
-    engine = generator.inference_engine
+    rollout = generator.inference_engine
     refusals = {
         "generator.sampling_params.top_p": (sampling.top_p != 1.0, sampling.top_p, "1.0"),
         "generator.sampling_params.top_k": (sampling.top_k not in (-1, 0), sampling.top_k, "-1"),
@@ -114,11 +116,22 @@ def supported(recipe: Recipe) -> None:
     }.items():
         if on:
             raise BadInput(f"{key}: not supported by this version together with the rest of the recipe. Remove it.")
-    if recipe.beam.device == "cpu" and (engine.tensor_parallel_size > 1 or recipe.world_size > 1):
+    if recipe.beam.device == "cpu" and (rollout.tensor_parallel_size > 1 or recipe.world_size > 1):
         raise BadInput(
             "beam.device=cpu runs one trainer process and one engine process: set "
             "generator.inference_engine.tensor_parallel_size and trainer.placement.policy_num_gpus_per_node to 1."
         )
+
+
+def engine(recipe: Recipe) -> None:
+    """What the rollout's engine cannot do, or would do wrongly."""
+    from beam_rl.rollout.profile import check_engine  # after the cheap rules: it imports torch
+
+    given = asdict(recipe.generator.inference_engine)
+    if recipe.beam.device == "cpu":
+        written = recipe.values["generator"]["inference_engine"]
+        given = {key: value for key, value in given.items() if key in written}  # SkyRL's defaults are for GPUs
+    check_engine(given, recipe.beam.device)
 
 
 def folder(recipe: Recipe, resume: bool) -> None:

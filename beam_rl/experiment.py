@@ -10,7 +10,7 @@ from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator, Trajec
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils import validate_cfg
 
-from beam_rl import environment, registries
+from beam_rl import environment
 from beam_rl.model.errors import BadInput
 from beam_rl.problems import Problems
 from beam_rl.recipe import Recipe
@@ -18,6 +18,9 @@ from beam_rl.servers import Servers
 from beam_rl.tracking import RunTracking
 from beam_rl.training import Advance, BeamTrainer, Observer
 from beam_rl.workers import PolicyWorker, RefWorker
+
+REGISTRIES = (PolicyLossRegistry._actor_name, AdvantageEstimatorRegistry._actor_name)
+"""Names of SkyRL's registry actors; see `registries`."""
 
 
 class CountingGenerator(SkyRLGymGenerator):
@@ -83,7 +86,6 @@ class BeamExperiment(BasePPOExp):
     def _setup_trainer(self) -> RayPPOTrainer:
         """The policy starts first, beside the servers; the trainer gets client and generator when those answer."""
         Path(self.cfg.trainer.ckpt_path).mkdir(parents=True, exist_ok=True)
-        self.registries = registries.start([PolicyLossRegistry._actor_name, AdvantageEstimatorRegistry._actor_name])
         trainer = BeamTrainer(
             self.recipe,
             self.observer,

@@ -8,13 +8,8 @@ from pathlib import Path
 import ray
 
 from beam_rl.recipe import Recipe
+from beam_rl.rollout.profile import CPU_ENVIRONMENT
 
-CPU_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # vLLM's OpenMP pool; two threads collapse when the machine is busy
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; without it vLLM takes half of the memory that is free
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs the model itself: one process less to start
-}
 QUIET_ENVIRONMENT = {
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -82,6 +82,11 @@ DAPO: dict[str, Any] = {
 }
 """The published DAPO recipe for a 32B model, in SkyRL's keys."""
 
+CPU: dict[str, Any] = {
+    "generator": {"inference_engine": {"enforce_eager": True, "max_num_seqs": 256}},
+}
+"""Defaults of `beam.device: cpu`: compiling takes longer than a small run, and routes are captured in eager mode."""
+
 
 class Loader(yaml.SafeLoader):
     """YAML 1.2's numbers (1e-6 is a number) and no key twice."""
@@ -215,7 +220,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), run_dir: str | Path | 
     name = path.stem if path.name != "recipe.yaml" else path.absolute().parent.name
     where = run_dir or beam.run_dir or f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(where).expanduser().absolute()
-    values = merge(DAPO, {key: value for key, value in written.items() if key != "beam"})
+    defaults = merge(DAPO, CPU) if beam.device == "cpu" else DAPO
+    values = merge(defaults, {key: value for key, value in written.items() if key != "beam"})
     for section in SECTIONS:
         values.setdefault(section, {})
     complete(values, beam, written)

@@ -5,6 +5,8 @@ Each is a process that imports torch and SkyRL (about 8 CPU seconds) to hold a d
 same name that exists already is used instead: this one imports Ray alone.
 """
 
+from collections.abc import Iterable
+
 import ray
 
 
@@ -28,6 +30,6 @@ class Registry:
         del self.functions[name]
 
 
-def start(names: list[str]) -> list[ray.actor.ActorHandle]:
+def start(names: Iterable[str]) -> list[ray.actor.ActorHandle]:
     """Create the named actors; they live as long as the returned handles."""
     return [Registry.options(name=name).remote() for name in names]  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ class RolloutStats:
 
     def add(self, output: GeneratorOutput) -> None:
         """Count one generated batch; its rewards are final."""
-        self.rewards += [float(reward) for reward in output["rewards"]]  # type: ignore[arg-type]
+        self.rewards += rewards(output)
         self.accuracies += accuracies(output)
         self.lengths += [len(response) for response in output["response_ids"]]
         self.truncated += sum(reason == "length" for reason in output["stop_reasons"] or [])
@@ -48,10 +48,15 @@ class RolloutStats:
         }
 
 
+def rewards(output: GeneratorOutput) -> list[float]:
+    """Reward of every response: SkyRL's environments give it a response, or a token."""
+    return [float(sum(reward) if isinstance(reward, list) else reward) for reward in output["rewards"]]
+
+
 def accuracies(output: GeneratorOutput) -> list[float]:
     """Accuracy of every response: the environment's, or its reward where it reports none."""
     rows = output.get("env_metrics") or [{}] * len(output["rewards"])
-    return [float(row.get("accuracy", reward)) for row, reward in zip(rows, output["rewards"], strict=True)]
+    return [float(row.get("accuracy", reward)) for row, reward in zip(rows, rewards(output), strict=True)]
 
 
 def split_groups(uids: Sequence[str], values: Sequence[float], tolerance: float) -> tuple[list[str], list[str]]:

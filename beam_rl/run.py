@@ -183,7 +183,7 @@ def run(
         # while the driver goes on.
         importing = threading.Thread(target=import_module, args=("beam_rl.experiment",))
         importing.start()
-        from beam_rl import launch, servers
+        from beam_rl import launch, registries, servers
 
         with launch.ray_session(recipe, temp_dir, recipe.run_dir / "logs"):
             config = with_profile(recipe).skyrl()
@@ -191,6 +191,7 @@ def run(
             warm = servers.warm_up.remote("beam_rl.workers", "beam_rl.trainer.batches", "beam_rl.trainer.engine")
             importing.join()
             experiment_module = import_module("beam_rl.experiment")
+            held = registries.start(experiment_module.REGISTRIES)
             experiment_module.check_config(config)
             experiment = experiment_module.BeamExperiment(
                 recipe, config, tokenizer, problems, held_out, started_servers, warm, observed
@@ -202,6 +203,7 @@ def run(
                 experiment.export()
             finally:
                 started_servers.shutdown()
+                del held
     finally:
         observed.end()
     return observed

@@ -23,8 +23,10 @@ class SingleEngineServer:
         from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
         from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMServerActor
 
+        arguments = build_vllm_cli_args(config)
+        arguments.disable_uvicorn_access_log = True  # a line a request: a training step has hundreds
         self.server = VLLMServerActor(
-            build_vllm_cli_args(config), port, distributed_executor_backend="mp", enable_ray_prometheus_stats=False
+            arguments, port, distributed_executor_backend="mp", enable_ray_prometheus_stats=False
         )
 
     async def start(self) -> Any:
@@ -50,11 +52,11 @@ class Servers:
 
             client, self.setup = build_new_inference_client(self.config, tokenizer)
             return client
-        from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+        from beam_rl.client import DirectClient
 
         url = ray.get(self.info).url
         engine = self.config.generator.inference_engine
-        return RemoteInferenceClient(
+        return DirectClient(
             proxy_url=url,
             server_urls=[url],
             model_name=engine.served_model_name or self.config.trainer.policy.model.path,

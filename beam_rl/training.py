@@ -1,12 +1,12 @@
 """DAPO on SkyRL's training loop: `RayPPOTrainer` with this project's rules at its seams."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from skyrl.backends.skyrl_train.distributed.dispatch import loss_fn_outputs_to_tensor
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
@@ -19,7 +19,7 @@ from beam_rl.dapo import DynamicSampling, Selection, overlong_penalty
 from beam_rl.evaluation import evaluate
 from beam_rl.problems import Problems, ProblemStream
 from beam_rl.recipe import Recipe
-from beam_rl.rollouts import RolloutStats, accuracies, indices_of, split_groups
+from beam_rl.rollouts import RolloutStats, accuracies, indices_of, rewards, split_groups
 from beam_rl.trainer.worker import WITHOUT_REPLAY
 
 Advance = Callable[[int], None]
@@ -78,8 +78,8 @@ class BeamTrainer(RayPPOTrainer):
             self.stats.dropped_tokens += gap.drop_nonfinite(output["rollout_logprobs"], output["loss_masks"])
         limit = self.recipe.generator.sampling_params.max_generate_length
         output["rewards"] = [
-            float(reward) + overlong_penalty(len(response), limit, self.recipe.beam.overlong)
-            for reward, response in zip(output["rewards"], output["response_ids"], strict=True)
+            reward + overlong_penalty(len(response), limit, self.recipe.beam.overlong)
+            for reward, response in zip(rewards(output), output["response_ids"], strict=True)
         ]
         self.stats.add(output)
         return output
@@ -118,7 +118,7 @@ class BeamTrainer(RayPPOTrainer):
             updates=trainer.train_batch_size // trainer.policy_mini_batch_size,
             max_batches=trainer.algorithm.dynamic_sampling.max_sample_batches,
             on_exhausted=sampling.on_exhausted,
-            stride=ranks // np.gcd(ranks, samples),
+            stride=ranks // math.gcd(ranks, samples),
         )
 
     # Training

@@ -35,9 +35,19 @@ def main() -> None:
 
 
 def kill(marker: bytes, limit: float = 20.0) -> None:
-    """SIGKILL the marked processes and their descendants until none is left, or `limit` seconds have passed."""
+    """SIGKILL the marked processes and their descendants until none is left, or `limit` seconds have passed.
+
+    multiprocessing's resource trackers go last: they end by themselves after their clients, whose semaphores and shared
+    memory they remove. That of the driver stays while the driver lives.
+    """
     end = time.monotonic() + limit
-    while (victims := marked(marker)) and time.monotonic() < end:
+    patience = time.monotonic() + limit / 4
+    while time.monotonic() < end:
+        victims, trackers = marked(marker)
+        if not victims and not trackers:
+            return
+        if not victims and time.monotonic() > patience:
+            victims = trackers
         for pid in victims:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -46,10 +56,12 @@ def kill(marker: bytes, limit: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def marked(marker: bytes) -> set[int]:
-    """Living processes with the marker in their environment, and all descendants of such processes."""
+def marked(marker: bytes) -> tuple[set[int], set[int]]:
+    """Living processes with the marker in their environment, with all descendants: resource trackers apart."""
+    driver = os.getppid()  # 1, or a subreaper that has no marker, once the driver is dead
     parents: dict[int, int] = {}
     found: set[int] = set()
+    trackers: set[int] = set()
     for pid in processes():
         stat = read(pid, "stat").rpartition(b")")[2].split()  # after the name, which may hold anything
         if not stat or stat[0] in (b"Z", b"X"):
@@ -57,12 +69,15 @@ def marked(marker: bytes) -> set[int]:
         parents[pid] = int(stat[1])
         if marker in read(pid, "environ").split(b"\0"):
             found.add(pid)
+        if b"multiprocessing.resource_tracker" in read(pid, "cmdline"):
+            trackers.add(pid)
     grew = True
     while grew:
         more = {pid for pid, parent in parents.items() if parent in found} - found
         found |= more
         grew = bool(more)
-    return found - {os.getpid()}
+    found -= {os.getpid(), driver}
+    return found - trackers, {pid for pid in found & trackers if parents[pid] != driver}
 
 
 def processes() -> list[int]:
@@ -79,7 +94,7 @@ def read(pid: int, name: str) -> bytes:
 
 def clean_shared_memory(marker: str, started: float) -> None:
     """Remove this run's files in /dev/shm: those named after it, and libraries' that nobody maps any more."""
-    maps = b"".join(read(pid, "maps") for pid in processes())
+    used = mapped()
     for path in SHARED_MEMORY.iterdir():
         try:
             stat = path.stat()
@@ -89,10 +104,20 @@ def clean_shared_memory(marker: str, started: float) -> None:
             path.name.startswith(PREFIXES)
             and stat.st_uid == os.getuid()
             and stat.st_ctime >= started
-            and os.fsencode(path) not in maps
+            and stat.st_ino not in used
         )
         if (marker in path.name or unused) and path.is_file():
             path.unlink(missing_ok=True)
+
+
+def mapped() -> set[int]:
+    """Inodes that living processes have mapped. Not names: a semaphore is mapped under another than it is found by."""
+    inodes = set()
+    for pid in processes():
+        for line in read(pid, "maps").splitlines():
+            fields = line.split(maxsplit=5)  # address, permissions, offset, device, inode, path
+            inodes.add(int(fields[4]))
+    return inodes
 
 
 def keep_logs(temp_dir: Path, log_dir: Path) -> None:

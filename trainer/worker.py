@@ -6,9 +6,8 @@ first used, in the worker's own process: the driver would spend seconds on modul
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,27 +227,11 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
             )
         return step["grad_norm"]
 
-    def transfer_class(self, backend: str) -> Any:
-        """The trainer's half of a weight-transfer backend, by its name in vLLM's registry."""
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    def _build_weight_source(self, dtype: torch.dtype, backend: str) -> Any:
+        """What SkyRL's weight transfer sends: the exporter's tensors, in the types a checkpoint has."""
+        from beam_rl.trainer.weights import EngineWeights
 
-        return WeightTransferTrainerFactory._registry[backend]()
-
-    async def init_weight_sync_state(self, inference_engine_client: Any, inference_engine_cfg: Any) -> None:
-        """Meet the rollout over the weight-transfer backend that its engines were configured with."""
-        from skyrl.backends.skyrl_train.weight_sync.control_plane import SkyrlWeightSyncClient
-
-        self._weight_sync_inference_client = inference_engine_client
-        transfer = self.transfer_class(inference_engine_cfg.engine_init_kwargs["weight_transfer_config"]["backend"])
-        self._weight_sync_engine = await asyncio.to_thread(
-            transfer.trainer_init,
-            transfer.init_info_cls(rank=torch.distributed.get_rank()),
-            client=SkyrlWeightSyncClient(
-                list(inference_engine_client.server_urls), inference_engine_client.data_parallel_size
-            ),
-            source=ExportedWeights(self.engine),
-        )
-        torch.distributed.barrier()
+        return EngineWeights(self.engine)
 
     async def broadcast_to_inference_engines(
         self, inference_engine_client: Any, inference_engine_cfg: Any, model_id: str | None = None
@@ -286,13 +269,3 @@ class BeamRefWorkerBase(EngineWorker, RefWorkerBase):
     def forward(self, data: TrainingInputBatch, **unused: Any) -> WorkerOutput:
         """Log-probs under the reference: `loss_fn_outputs` has one {"logprobs": [R]} a sample."""
         return self.logprobs(data)
-
-
-class ExportedWeights:
-    """The engine's current weights under their Hugging Face names, walked through anew for every sync."""
-
-    def __init__(self, engine: TrainerEngine) -> None:
-        self.engine = engine
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.engine.export())

@@ -1,0 +1,83 @@
+"""`beam-rl score` and `beam-rl export`: one model in one process, without Ray."""
+
+from pathlib import Path
+from typing import Literal
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from beam_rl import checkpoints, recipe
+from beam_rl.model.errors import BadInput
+
+
+def score(
+    model: Path,
+    tokens: Path,
+    side: Literal["trainer", "rollout"],
+    dtype: Literal["float32", "bfloat16"],
+    replay: Path | None,
+    out: Path,
+) -> None:
+    """Write `token_logprobs` [B, S-1] and `routes.L` [B, S, topk] of `input_ids` [B, S] under one side's model.
+
+    Raises BadInput: a file or the model cannot be used.
+    """
+    input_ids = read(tokens, "--tokens").get("input_ids")
+    if input_ids is None:
+        raise BadInput(f"--tokens {tokens}: has no tensor input_ids.")
+    if not out.absolute().parent.is_dir():
+        raise BadInput(f"--out {out}: the folder does not exist.")
+    routes = read(replay, "--replay") if replay is not None else None
+    if side == "trainer":
+        from beam_rl.trainer.score import score as run
+    else:
+        from beam_rl.rollout.score import score as run
+    results = run(model, input_ids, dtype, routes)
+    partial = out.with_name(f".{out.name}.partial")
+    save_file({name: tensor.contiguous() for name, tensor in results.items()}, partial)
+    partial.replace(out)
+
+
+def read(path: Path, option: str) -> dict[str, Tensor]:
+    """All tensors of a safetensors file. Raises BadInput."""
+    if not path.is_file():
+        raise BadInput(f"{option} {path}: no such file.")
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except SafetensorError as error:
+        raise BadInput(f"{option} {path}: not a safetensors file: {error}") from error
+
+
+def export(run_dir: Path, out: Path | None) -> Path:
+    """Write a run's last checkpoint as a Hugging Face checkpoint, by default to `RUN/export`; returns the folder.
+
+    Raises BadInput: not a run, or no checkpoint in it.
+    """
+    if not (run_dir / "recipe.yaml").is_file():
+        raise BadInput(f"{run_dir}: not a run folder (it has no recipe.yaml).")
+    found = checkpoints.latest(run_dir / "checkpoints")
+    if found is None:
+        raise BadInput(f"{run_dir}: has no finished checkpoint to export.")
+    loaded = recipe.load(run_dir / "recipe.yaml", run_dir=run_dir)
+    if loaded.beam.tiny is not None:
+        from beam_rl import tiny
+
+        start = tiny.prepare(loaded, lambda done, total, note: None)
+    else:
+        assert loaded.model_path is not None
+        start = loaded.model_path
+    from beam_rl.model.checkpoint import save_hf
+    from beam_rl.model.config import load_config
+    from beam_rl.trainer.engine import TrainerEngine
+    from beam_rl.trainer.settings import EngineConfig, OptimizerSettings
+
+    hf = load_config(start)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if loaded.trainer.bf16 else "float32"
+    engine = TrainerEngine(EngineConfig(dtype=dtype, optimizer=OptimizerSettings()))
+    engine.build(hf)
+    engine.load(checkpoints.folder(run_dir / "checkpoints", found[0]) / "policy")
+    folder = out or run_dir / "export"
+    save_hf(folder, hf, engine.export(), copy_from=start)
+    return folder
