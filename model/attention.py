@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from beam_rl.model import fused, numerics
 from beam_rl.model.batch import PackedBatch
+from beam_rl.model.cpu_attention import LONGEST, short_attention
 from beam_rl.model.rows import spread_rows, take_rows
 from beam_rl.model.transformer_config import BeamTransformerConfig
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -50,8 +51,8 @@ class BeamCoreAttention(MegatronModule):
         sizes = [count * width for count, width in plan.shapes]
         outputs = []
         for (count, width), *qkv in zip(plan.shapes, *(x.split(sizes) for x in packed), strict=True):
-            q, k, v = (x.view(count, width, *x.shape[1:]).transpose(1, 2) for x in qkv)
-            outputs.append(self._attend(q, k, v).transpose(1, 2).flatten(0, 1))
+            q, k, v = (x.view(count, width, *x.shape[1:]) for x in qkv)
+            outputs.append(self._attend(q, k, v).flatten(0, 1))
         return take_rows(torch.cat(outputs), plan.restore)
 
     def _encode_positions(
@@ -64,14 +65,17 @@ class BeamCoreAttention(MegatronModule):
         return fused.rotate(query, cos, sin), fused.rotate(key, cos, sin)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention, in the window if there is one, of rectangles [sequences, heads, width, d]."""
-        width = q.shape[2]
+        """Causal attention, in the window if there is one, of rectangles [sequences, width, heads, d]."""
+        width = q.shape[1]
+        if q.device.type == "cpu" and width <= LONGEST:
+            return short_attention(q, k, v, self.window, self.scale)
         mask = None
         if self.window is not None and width > self.window:
             position = torch.arange(width, device=q.device)
             distance = position[:, None] - position
             mask = (distance >= 0) & (distance < self.window)
-        return _attention(q, k, v, mask, self.scale)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return _attention(q, k, v, mask, self.scale).transpose(1, 2)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> Tensor:
         """Gather keys and values over the context-parallel group; the mask follows global positions."""
@@ -95,7 +99,7 @@ class BeamCoreAttention(MegatronModule):
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Attention of [batch, heads, tokens, d]; mask is bool [queries, keys], or None for causal."""
     dtype = q.dtype
-    if q.device.type == "cpu":  # PyTorch's CPU kernel takes eight times as long for short sequences in bfloat16
+    if q.device.type == "cpu":  # no slower than PyTorch's bfloat16 kernel there, and one rounding
         q, k, v = q.float(), k.float(), v.float()
     causal = mask is None
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
