@@ -67,6 +67,13 @@ class BeamTrainer(RayPPOTrainer):
         self.train_dataloader = self.stream
         self.total_training_steps = self.recipe.steps
 
+    async def train(self) -> None:
+        """SkyRL's loop; its HTTP sessions end with the event loop that they belong to."""
+        try:
+            await super().train()
+        finally:
+            await self.inference_engine_client.aclose()
+
     # Rollout
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:

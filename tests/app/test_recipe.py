@@ -1,0 +1,159 @@
+"""Recipes: layers of defaults, overrides, and every kind of mistake named before anything starts."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from beam_rl import checks, recipe
+from beam_rl.cli import main
+from beam_rl.model.errors import BadInput
+
+
+def test_a_sparse_recipe_has_the_published_dapo_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "dapo.yaml"
+    path.write_text("beam: {tiny: {}, device: gpu}")
+    loaded = recipe.load(path)
+    algorithm = loaded.trainer.algorithm
+    assert (algorithm.eps_clip_low, algorithm.eps_clip_high, algorithm.clip_ratio_c) == (0.2, 0.28, 10.0)
+    assert (algorithm.advantage_estimator, algorithm.policy_loss_type) == ("grpo", "dual_clip")
+    assert (algorithm.loss_reduction, algorithm.use_kl_loss) == ("token_mean", False)
+    assert algorithm.dynamic_sampling.type == "filter"
+    assert algorithm.dynamic_sampling.max_sample_batches == 10
+    assert loaded.trainer.policy.optimizer_config.lr == 1e-6
+    assert (loaded.generator.n_samples_per_prompt, loaded.updates_per_step) == (16, 16)
+    assert loaded.generator.sampling_params.max_generate_length == 20480
+    assert loaded.generator.eval_sampling_params.top_p == 0.7
+    assert loaded.beam.overlong is not None
+    assert (loaded.beam.overlong.buffer, loaded.beam.overlong.factor) == (4096, 1.0)
+    assert loaded.beam.r3
+    assert loaded.generator.inference_engine.enable_return_routed_experts
+
+
+def test_overrides_win_over_the_file(content: dict[str, Any], write: Any) -> None:
+    loaded = recipe.load(write(content), ["trainer.seed=7", "beam.gap.budget=2e-2", "beam.overlong=null"])
+    assert loaded.trainer.seed == 7
+    assert loaded.beam.gap.budget == 0.02
+    assert loaded.beam.overlong is None
+
+
+def test_the_resolved_recipe_loads_to_itself_even_in_a_moved_folder(
+    content: dict[str, Any], write: Any, tmp_path: Path
+) -> None:
+    first = recipe.load(write(content))
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    (moved / "recipe.yaml").write_text(first.to_yaml())
+    again = recipe.load(moved / "recipe.yaml", run_dir=moved)
+    assert again.trainer.ckpt_path == str(moved / "checkpoints")
+    assert again.beam.model_dump(exclude={"run_dir"}) == first.beam.model_dump(exclude={"run_dir"})
+    assert again.generator == first.generator
+
+
+def test_a_number_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("beam: {tiny: {}}\ntrainer: {policy: {optimizer_config: {lr: 1e-3}}}")
+    assert recipe.load(path).trainer.policy.optimizer_config.lr == 0.001
+
+
+MISTAKES = [
+    (["trainer.sed=2"], r"unknown key trainer\.sed.*trainer\.seed"),
+    (["trainr.seed=2"], r"unknown key trainr.*trainer"),
+    (["generator.n_sample_per_prompt=4"], r"unknown key.*generator\.n_samples_per_prompt"),
+    (["beam.gap.budgt=1"], r"unknown key beam\.gap\.budgt.*beam\.gap\.budget"),
+    (["trainer.seed=abc"], r"trainer\.seed.*whole number"),
+    (["trainer.train_batch_size=8.5"], r"trainer\.train_batch_size.*whole number"),
+    (["trainer.policy.optimizer_config.lr=fast"], r"lr.*number"),
+    (["trainer.policy=3"], r"trainer\.policy.*section"),
+    (["data.train_data=x.jsonl"], r"data\.train_data.*list"),
+    (["beam.r3=perhaps"], r"beam\.r3"),
+    (["beam.precision=fp8"], r"beam\.precision"),
+    (["trainer.seed"], r"section\.key=value"),
+    (["trainer.seed.x=1"], r"trainer\.seed"),
+    (["generator.n_samples_per_prompt=1"], r"group of one"),
+    (["beam.gap.budget=0"], r"beam\.gap\.budget"),
+    (["beam.gap.budget=-0.1"], r"beam\.gap\.budget"),
+    (["beam.overlong.buffer=0"], r"beam\.overlong\.buffer"),
+    (["beam.overlong.buffer=16"], r"beam\.overlong\.buffer=16.*max_generate_length"),
+    (["trainer.max_training_steps=0"], r"max_training_steps=0"),
+    (["trainer.max_tokens_per_microbatch=-1"], r"max_tokens_per_microbatch"),
+    (["generator.sampling_params.max_generate_length=0"], r"max_generate_length"),
+    (["trainer.algorithm.dynamic_sampling.max_sample_batches=0"], r"max_sample_batches"),
+    (["trainer.train_batch_size=10"], r"train_batch_size=10 does not divide"),
+    (["trainer.policy_mini_batch_size=0"], r"policy_mini_batch_size=0"),
+    (["trainer.strategy=fsdp"], r"trainer\.strategy"),
+    (["trainer.ckpt_path=/tmp/x"], r"trainer\.ckpt_path.*beam\.run_dir"),
+    (["generator.sampling_params.top_p=0.9"], r"top_p=0\.9"),
+    (["trainer.placement.colocate_all=true"], r"colocate_all"),
+    (["generator.inference_engine.engine_init_kwargs.logprobs_mode=raw_logprobs"], r"logprobs_mode"),
+    (["data.train_data=null"], r"data\.train_data"),
+    (["beam.tiny={}"], r"beam\.tiny"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), MISTAKES, ids=[item[0] for item, _ in MISTAKES])
+def test_a_mistake_is_named_with_exit_code_2(
+    overrides: list[str], message: str, content: dict[str, Any], write: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(write(content)), *overrides, "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1
+    assert re.search(message, captured.err), captured.err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer: [unclosed", "not valid YAML"),
+        ("- a\n- b", "mapping of sections"),
+        ("trainer: 3", "section with keys"),
+        ("trainer: {seed: 1}\ntrainer: {seed: 2}", "appears twice"),
+        ("", "mapping of sections"),
+    ],
+)
+def test_a_malformed_file_is_bad_input(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=message):
+        recipe.load(path)
+
+
+def test_a_missing_file_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such recipe"):
+        recipe.load(tmp_path / "none.yaml")
+
+
+def test_a_folder_in_use_is_not_overwritten(content: dict[str, Any], write: Any, tmp_path: Path) -> None:
+    loaded = recipe.load(write(content))
+    checks.folder(loaded, resume=False)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    with pytest.raises(BadInput, match="--resume"):
+        checks.folder(loaded, resume=False)
+    with pytest.raises(BadInput, match="no finished checkpoint"):
+        checks.folder(loaded, resume=True)
+
+
+def test_dry_run_prints_what_it_would_run(
+    content: dict[str, Any], write: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["train", str(write(content)), "--dry-run"]) == 0
+    path = tmp_path / "printed.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert recipe.load(path).trainer.train_batch_size == 8
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_does_not_wait_for_heavy_imports(content: dict[str, Any], write: Any) -> None:
+    code = (
+        "import sys; from beam_rl.cli import main; "
+        f"code = main(['train', {str(write(content))!r}, 'trainer.sed=1']); "
+        "sys.exit(code + 10 * ('torch' in sys.modules or 'ray' in sys.modules or 'vllm' in sys.modules))"
+    )
+    start = time.process_time()
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 2
+    assert time.process_time() - start < 5
