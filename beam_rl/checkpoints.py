@@ -28,9 +28,9 @@ def publish(root: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     where = folder(root, step)
     write_atomically(where / "state.json", json.dumps(state))
     write_atomically(root / LATEST, str(step))
-    steps = sorted((int(path.name.rpartition("_")[2]), path) for path in root.glob("global_step_*"))
-    for _, old in steps[:-keep] if keep > 0 else []:
-        shutil.rmtree(old)
+    older = sorted(number for number in steps(root) if number <= step)
+    for number in older[:-keep] if keep > 0 else []:
+        shutil.rmtree(folder(root, number))
     return where
 
 
@@ -50,6 +50,11 @@ def latest(root: Path) -> tuple[int, dict[str, Any]] | None:
 
 def forget_beyond(root: Path, step: int) -> None:
     """Remove checkpoints after `step`: a run killed while saving left them unfinished."""
-    for path in root.glob("global_step_*"):
-        if int(path.name.rpartition("_")[2]) > step:
-            shutil.rmtree(path)
+    for number in steps(root):
+        if number > step:
+            shutil.rmtree(folder(root, number))
+
+
+def steps(root: Path) -> list[int]:
+    """The steps that have a checkpoint folder, whole or not."""
+    return [int(path.name.rpartition("_")[2]) for path in root.glob("global_step_*")]

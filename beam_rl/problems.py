@@ -66,9 +66,11 @@ class ProblemStream:
         while True:
             start = self.position.drawn
             self.position.drawn += self.wanted
-            yield self.problems.collate_fn(
-                [self.problems[self.index(place)] for place in range(start, self.position.drawn)]
-            )
+            items = [self.problems[self.index(place)] for place in range(start, self.position.drawn)]
+            batch = self.problems.collate_fn(items)
+            for place, item in enumerate(batch, start):
+                item["uid"] = str(place)  # groups are told apart by it, and a problem comes again in the next pass
+            yield batch
 
     def index(self, place: int) -> int:
         """Which problem stands at a place of the stream."""
