@@ -13,6 +13,7 @@ from beam_rl.model.errors import BadInput
 from beam_rl.rollout.profile import CPU_ENVIRONMENT, PROFILES
 from torch import Tensor
 
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 PROGRESS_FROM = 64
 """Sequences from which a progress bar is worth showing."""
 
@@ -42,9 +43,8 @@ def score(
     _check_tokens(input_ids, config)
     batch, length = input_ids.shape
     device: Literal["cpu", "gpu"] = "gpu" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        for name, value in CPU_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+    for name, value in (QUIET | (CPU_ENVIRONMENT if device == "cpu" else {})).items():
+        os.environ.setdefault(name, value)
 
     from vllm import LLM, SamplingParams
 
@@ -53,6 +53,7 @@ def score(
         dtype=dtype,
         skip_tokenizer_init=True,
         enforce_eager=True,
+        use_tqdm_on_load=False,
         max_model_len=length + 1,
         max_num_batched_tokens=max(2048, length + 1),
         enable_return_routed_experts=bool(config.sparse_layers),

@@ -12,7 +12,6 @@ This half imports neither vLLM nor SkyRL, so that a training process does not pa
 import os
 import re
 import socket
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -23,6 +22,8 @@ from torch import Tensor
 
 BACKEND = "beam_shm"
 """Name of the transport in vLLM's factories and in `weight_transfer_config`."""
+RUN_VARIABLE = "BEAM_RL_RUN"
+"""Environment variable with a run's name, which its files carry, so that whoever ends the run finds them."""
 
 
 class WeightSource(Protocol):
@@ -100,7 +101,8 @@ class ShmTrainer:
         weights = {name: _own_storage(tensor) for name, tensor in self.source}
         if not self.is_sender:
             return
-        path = self._directory / f"{_prefix()}-{os.getpid()}-{self.version + 1}.safetensors"
+        run = os.environ.get(RUN_VARIABLE, "run")
+        path = self._directory / f"{_prefix()}-{run}-{os.getpid()}-{self.version + 1}.safetensors"
         try:
             save_file(weights, path)
             self.client.start_weight_update()
@@ -118,9 +120,8 @@ class ShmTrainer:
 
 def remove_orphans(directory: Path) -> None:
     """Remove files that trainers of this host left behind when they were killed during a transfer."""
-    ours: Iterable[Path] = directory.glob(f"{_prefix()}-*.safetensors")
-    for path in ours:
-        match = re.fullmatch(rf"{re.escape(_prefix())}-(\d+)-\d+\.safetensors", path.name)
+    for path in directory.glob(f"{_prefix()}-*.safetensors"):
+        match = re.fullmatch(r".*-(\d+)-\d+\.safetensors", path.name)
         if match and not psutil.pid_exists(int(match[1])):
             path.unlink(missing_ok=True)
 

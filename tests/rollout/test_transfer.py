@@ -116,11 +116,37 @@ def test_weights_that_share_memory_are_sent_whole(
 def test_files_of_killed_trainers_are_removed_and_of_live_ones_kept(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    files = [tmp_path / f"{transfer._prefix()}-{pid}-3.safetensors" for pid in (dead.pid, os.getpid())]
+    files = [tmp_path / f"{transfer._prefix()}-run-{pid}-3.safetensors" for pid in (dead.pid, os.getpid())]
     for file in (*files, tmp_path / "notes.txt"):
         file.touch()
     transfer.remove_orphans(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([files[1], tmp_path / "notes.txt"])
+
+
+def test_a_file_bears_the_runs_name_and_goes_with_a_failed_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(transfer.RUN_VARIABLE, "run-7")
+    seen = []
+
+    class Unreachable:
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+        def start_weight_update(self) -> None:
+            seen.extend(path.name for path in tmp_path.iterdir())
+            raise ConnectionError
+
+    trainer = ShmTrainer.trainer_init(
+        ShmTrainerInit(str(tmp_path), rank=0),
+        client=Unreachable(),  # type: ignore[arg-type]
+        source=Source({"w": torch.zeros(1)}),
+    )
+    with pytest.raises(ConnectionError):
+        trainer.send_weights()
+    assert len(seen) == 1
+    assert "run-7" in seen[0]
+    assert not list(tmp_path.iterdir())
+    assert trainer.version == 0
 
 
 def test_other_ranks_read_the_weights_and_send_nothing(tmp_path: Path) -> None:
