@@ -97,11 +97,27 @@ def supported(recipe: Recipe) -> None:
                 f"{key}={value}: cuts tokens from the rollout's distribution that the trainer's log-probs still count. "
                 f"Set it to {remedy} for training (evaluation may use it)."
             )
-    if trainer.algorithm.dynamic_sampling.type not in (None, "filter"):
-        raise BadInput(
-            f"trainer.algorithm.dynamic_sampling.type={trainer.algorithm.dynamic_sampling.type!r}: "
-            "DAPO's is 'filter'; null turns dynamic sampling off."
-        )
+    correction = trainer.algorithm.off_policy_correction
+    choices: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "trainer.algorithm.policy_loss_type": (trainer.algorithm.policy_loss_type, ("dual_clip", "regular")),
+        "trainer.algorithm.advantage_estimator": (
+            trainer.algorithm.advantage_estimator,
+            ("grpo", "rloo", "maxrl", "reinforce++"),
+        ),
+        "trainer.algorithm.off_policy_correction.tis_ratio_type": (correction.tis_ratio_type, (None, "token")),
+        "trainer.algorithm.off_policy_correction.sequence_mask_metric": (correction.sequence_mask_metric, (None,)),
+        "trainer.policy.optimizer_config.scheduler": (
+            trainer.policy.optimizer_config.scheduler,
+            ("constant", "constant_with_warmup", "linear", "cosine"),
+        ),
+        "trainer.algorithm.dynamic_sampling.type": (trainer.algorithm.dynamic_sampling.type, (None, "filter")),
+    }
+    for key, (value, known) in choices.items():
+        if value not in known:
+            wanted = " or ".join("null" if choice is None else repr(choice) for choice in known)
+            raise BadInput(f"{key}={value!r}: this version has {wanted}.")
+    if sampling.logprobs is None:
+        raise BadInput("generator.sampling_params.logprobs=None: the gap and R3 need the rollout's log-probs. Use 0.")
     for key, on in {
         "trainer.placement.colocate_all": trainer.placement.colocate_all,
         "trainer.fully_async.enabled": trainer.fully_async.enabled,
@@ -112,10 +128,12 @@ def supported(recipe: Recipe) -> None:
         "generator.vision_language_generator": generator.vision_language_generator,
         "trainer.mtp.enabled": trainer.mtp.enabled,
         "trainer.policy.model.lora": trainer.policy.model.lora.rank > 0,
+        "trainer.algorithm.use_entropy_loss": trainer.algorithm.use_entropy_loss,
+        "trainer.algorithm.use_kl_in_reward": trainer.algorithm.use_kl_in_reward,
         "trainer.critic.model.path": bool(trainer.critic.model.path),
     }.items():
         if on:
-            raise BadInput(f"{key}: not supported by this version together with the rest of the recipe. Remove it.")
+            raise BadInput(f"{key}: this version cannot do it. Remove it.")
     if recipe.beam.device == "cpu" and (rollout.tensor_parallel_size > 1 or recipe.world_size > 1):
         raise BadInput(
             "beam.device=cpu runs one trainer process and one engine process: set "

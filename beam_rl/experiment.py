@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import ray
 from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator, TrajectoryOutput
@@ -46,16 +45,13 @@ class BeamExperiment(BasePPOExp):
         problems: Problems,
         held_out: Problems | None,
         servers: Servers,
-        warm: ray.ObjectRef,
         observer: Observer,
     ) -> None:
-        """Arguments that need no explanation aside: `config` is `recipe.skyrl()`, checked by `check_config`; `warm`
-        is ready when a process has imported what the policy worker needs."""
+        """`config` is `recipe.skyrl()`, checked by `check_config`; a `held_out` of None evaluates nothing."""
         self.recipe = recipe
         self.problems = problems
         self.held_out = held_out
         self.servers = servers
-        self.warm = warm
         self.observer = observer
         self.cfg = config
         self.tokenizer = tokenizer
@@ -98,7 +94,6 @@ class BeamExperiment(BasePPOExp):
             generator=None,
         )
         self.trainer = trainer
-        ray.get(self.warm)
         trainer.build_models(PolicyWorker, None, RefWorker)
         client = self.servers.client(self.tokenizer)
         trainer.inference_engine_client = client

@@ -18,6 +18,11 @@ QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray must not hide devices from actors without a GPU
 }
+RAY_CONFIG = {
+    "prestart_worker_first_driver": False,  # idle workers cost start-up time
+    "enable_worker_prestart": False,
+    "worker_niceness": 0,  # Ray's default of 15 lets the driver, which waits most of the time, starve the workers
+}
 OBJECT_STORE_BYTES = 256 * 2**20
 LOGICAL_GPUS = 2
 """On a CPU: one for the policy, one for the engine. SkyRL schedules by GPUs."""
@@ -48,7 +53,7 @@ def ray_session(recipe: Recipe, temp_dir: Path, log_dir: Path) -> Iterator[None]
             include_dashboard=False,
             log_to_driver=False,
             _temp_dir=str(temp_dir),
-            _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+            _system_config=RAY_CONFIG,
         )
     try:
         yield

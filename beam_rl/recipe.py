@@ -75,8 +75,8 @@ DAPO: dict[str, Any] = {
     "generator": {
         "n_samples_per_prompt": 16,
         "eval_n_samples_per_prompt": 8,
-        "sampling_params": {"temperature": 1.0, "top_p": 1.0, "max_generate_length": 20480},
-        "eval_sampling_params": {"temperature": 1.0, "top_p": 0.7},
+        "sampling_params": {"temperature": 1.0, "top_p": 1.0, "max_generate_length": 20480, "logprobs": 0},
+        "eval_sampling_params": {"temperature": 1.0, "top_p": 0.7, "logprobs": None},
     },
     "environment": {"env_class": "beam_math"},
 }

@@ -186,15 +186,15 @@ def run(
         from beam_rl import launch, registries, servers
 
         with launch.ray_session(recipe, temp_dir, recipe.run_dir / "logs"):
-            config = with_profile(recipe).skyrl()
+            recipe = with_profile(recipe)
+            config = recipe.skyrl()
             started_servers = servers.start(config, single=recipe.beam.device == "cpu")
-            warm = servers.warm_up.remote("beam_rl.workers", "beam_rl.trainer.batches", "beam_rl.trainer.engine")
             importing.join()
             experiment_module = import_module("beam_rl.experiment")
             held = registries.start(experiment_module.REGISTRIES)
             experiment_module.check_config(config)
             experiment = experiment_module.BeamExperiment(
-                recipe, config, tokenizer, problems, held_out, started_servers, warm, observed
+                recipe, config, tokenizer, problems, held_out, started_servers, observed
             )
             try:
                 experiment.run()
@@ -214,9 +214,16 @@ def with_profile(recipe: Recipe) -> Recipe:
     from beam_rl.rollout.profile import engine_init_kwargs
 
     given = recipe.generator.inference_engine.engine_init_kwargs
-    return recipe.with_values(
+    complete = recipe.with_values(
         generator__inference_engine__engine_init_kwargs=engine_init_kwargs(recipe.beam.device) | given
     )
+    # SkyRL works on token ids; text is needed only to find stop strings.
+    for name in ("sampling_params", "eval_sampling_params"):
+        params = getattr(recipe.generator, name)
+        if params.stop is None:
+            extra = {"detokenize": False} | (params.additional_kwargs or {})
+            complete = complete.with_values(**{f"generator__{name}__additional_kwargs": extra})
+    return complete
 
 
 def finish(recipe: Recipe, console: Console, observed: Observed) -> None:

@@ -5,7 +5,6 @@ never imports vLLM), the engine runs its model in its own process, and the clien
 """
 
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -25,6 +24,7 @@ class SingleEngineServer:
 
         arguments = build_vllm_cli_args(config)
         arguments.disable_uvicorn_access_log = True  # a line a request: a training step has hundreds
+        arguments.middleware = ["beam_rl.direct_route.DirectRoute"]
         self.server = VLLMServerActor(
             arguments, port, distributed_executor_backend="mp", enable_ray_prometheus_stats=False
         )
@@ -77,10 +77,3 @@ def start(config: "SkyRLTrainConfig", single: bool, port: int = 8000) -> Servers
         return Servers(config)
     actor = SingleEngineServer.remote(config, port)  # type: ignore[attr-defined]
     return Servers(config, actor, actor.start.remote())
-
-
-@ray.remote(num_cpus=0)
-def warm_up(*modules: str) -> None:
-    """Import modules in a fresh worker process, in which Ray then starts the next actor that asks for one."""
-    for module in modules:
-        import_module(module)

@@ -14,13 +14,13 @@ class Section(BaseModel):
 class GapSettings(Section):
     """The difference between the trainer's and the rollout's log-probs: |log p_trainer - log p_rollout| a token."""
 
-    budget: float = Field(0.01, gt=0)
+    budget: float = Field(default=0.01, gt=0)
     """Largest mean gap, in nats a response token, that a step may have. Beam reports 0.01 for bf16."""
     action: Literal["warn", "stop"] = "warn"
     """What to do after `patience` steps in a row over the budget: say so, or save a checkpoint and end the run."""
-    patience: int = Field(3, gt=0)
+    patience: int = Field(default=3, gt=0)
     """Steps in a row over the budget before `action` is taken."""
-    without_r3_interval: int = Field(10, ge=0)
+    without_r3_interval: int = Field(default=10, ge=0)
     """Every how many steps the gap is also measured with the trainer's own routes, so that a reader sees what
     R3 does (one more forward pass on such a step). 0 never measures it."""
 
@@ -31,9 +31,9 @@ class OverlongSettings(Section):
     `max` is `generator.sampling_params.max_generate_length`.
     """
 
-    buffer: int = Field(4096, gt=0)
+    buffer: int = Field(default=4096, gt=0)
     """Tokens before the limit over which the penalty grows from 0 to `factor`."""
-    factor: float = Field(1.0, ge=0)
+    factor: float = Field(default=1.0, ge=0)
     """Penalty, in reward units, of a response that fills the limit. 0 turns the penalty off."""
 
 
@@ -43,7 +43,7 @@ class SamplingSettings(Section):
     on_exhausted: Literal["pad", "train_short", "skip"] = "pad"
     """`pad`: fill the batch with groups without signal (advantage 0; they count in the token mean). `train_short`:
     train on the informative groups alone, in as many equal mini-batches as they allow. `skip`: no update."""
-    accuracy_tolerance: float = Field(1e-6, ge=0)
+    accuracy_tolerance: float = Field(default=1e-6, ge=0)
     """A group is informative when its best and worst accuracy differ by more than this (float noise is not signal)."""
 
 
@@ -55,23 +55,23 @@ class TinySettings(Section):
 
     cache_dir: str = "~/.cache/beam-rl/tiny"
     """Folder in which finished warm-ups are kept, one subfolder for each different set of settings."""
-    train_problems: int = Field(5000, gt=0)
+    train_problems: int = Field(default=5000, gt=0)
     """Distinct problems to train on."""
-    held_out_problems: int = Field(256, ge=64)
+    held_out_problems: int = Field(default=256, ge=64)
     """Problems that are in no training batch, for evaluation."""
-    max_term: int = Field(15, gt=1)
+    max_term: int = Field(default=15, gt=1)
     """Largest number in a sum or a difference."""
-    max_factor: int = Field(9, gt=1)
+    max_factor: int = Field(default=9, gt=1)
     """Largest number in a product."""
-    three_term_share: float = Field(0.7, ge=0, le=1)
+    three_term_share: float = Field(default=0.7, ge=0, le=1)
     """Share of problems with three terms, which the model solves in two steps."""
-    warmup_steps: int = Field(600, gt=0)
+    warmup_steps: int = Field(default=600, gt=0)
     """Supervised optimizer steps on worked solutions before DAPO begins."""
-    warmup_batch: int = Field(128, gt=0)
+    warmup_batch: int = Field(default=128, gt=0)
     """Solutions a supervised step."""
-    warmup_lr: float = Field(6e-3, gt=0)
+    warmup_lr: float = Field(default=6e-3, gt=0)
     """Peak learning rate of the supervised steps; it falls linearly to a tenth."""
-    slip_share: float = Field(0.25, ge=0, lt=1)
+    slip_share: float = Field(default=0.25, ge=0, lt=1)
     """Share of the worked solutions whose answer is wrong: what the model imitates, and reinforcement removes."""
 
 

@@ -53,6 +53,9 @@ class BeamTrainer(RayPPOTrainer):
         self.stats = RolloutStats()
         self.selection: Selection | None = None
         self.sampling: DynamicSampling | None = None
+        self.signal: list[str] = []
+        self.silent: list[str] = []
+        """The last generated batch's groups with a learning signal, and without."""
         self.collected: tuple[GeneratorOutput, list[str]] | None = None
         self.gap: gap.Gap | None = None
         self.gap_without_r3: float | None = None
@@ -89,18 +92,19 @@ class BeamTrainer(RayPPOTrainer):
             for reward, response in zip(rewards(output), output["response_ids"], strict=True)
         ]
         self.stats.add(output)
+        uids = [trajectory.instance_id for trajectory in input_batch["trajectory_ids"] or []]
+        self.signal, self.silent = split_groups(uids, accuracies(output), self.recipe.beam.sampling.accuracy_tolerance)
+        self.stats.groups += len(self.signal) + len(self.silent)
+        self.stats.informative += len(self.signal)
         return output
 
     def handle_dynamic_sampling(
         self, generator_output: GeneratorOutput, uids: list[str]
     ) -> tuple[GeneratorOutput, list[str], bool]:
         """Collect informative groups over generated batches; never raises, never returns a batch that cannot train."""
-        signal, silent = split_groups(uids, accuracies(generator_output), self.recipe.beam.sampling.accuracy_tolerance)
-        self.stats.groups += len(signal) + len(silent)
-        self.stats.informative += len(signal)
         if self.sampling is None:
             self.sampling = self.new_sampling()
-        selection = self.sampling.add(signal, silent)
+        selection = self.sampling.add(self.signal, self.silent)
         if self.collected is not None:
             output, earlier = self.collected
             generator_output = concatenate_generator_outputs([output, generator_output])
