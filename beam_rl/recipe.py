@@ -6,7 +6,6 @@ Keys below `trainer`, `generator`, `data` and `environment` are SkyRL's; keys be
 Nothing here imports torch, Ray or vLLM: a bad recipe must die in a second.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -26,8 +25,10 @@ from skyrl.train.config.config import (
 )
 
 from beam_rl import schema
+from beam_rl.defaults import CPU, DAPO
 from beam_rl.model.errors import BadInput
 from beam_rl.settings import BeamSettings
+from beam_rl.tree import assign, lookup, merge, parse_override, read
 
 if TYPE_CHECKING:
     from skyrl.train.config import SkyRLTrainConfig
@@ -38,70 +39,6 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "environment": EnvironmentConfig,
 }
-
-DAPO: dict[str, Any] = {
-    "trainer": {
-        "algorithm": {
-            "advantage_estimator": "grpo",
-            "use_kl_loss": False,
-            "policy_loss_type": "dual_clip",
-            "eps_clip_low": 0.2,
-            "eps_clip_high": 0.28,
-            "clip_ratio_c": 10.0,
-            "loss_reduction": "token_mean",
-            "dynamic_sampling": {"type": "filter", "max_sample_batches": 10},
-        },
-        "policy": {
-            "optimizer_config": {
-                "lr": 1.0e-6,
-                "num_warmup_steps": 10,
-                "weight_decay": 0.1,
-                "max_grad_norm": 1.0,
-            },
-        },
-        "train_batch_size": 512,
-        "policy_mini_batch_size": 32,
-        "max_tokens_per_microbatch": 32768,
-        "max_prompt_length": 2048,
-        "max_training_steps": 50,
-        "eval_interval": 10,
-        "ckpt_interval": 10,
-        "max_ckpts_to_keep": 2,
-        "placement": {"colocate_all": False},
-        "seed": 1,
-        "logger": "console",
-        "project_name": "beam-rl",
-    },
-    "generator": {
-        "n_samples_per_prompt": 16,
-        "eval_n_samples_per_prompt": 8,
-        "sampling_params": {"temperature": 1.0, "top_p": 1.0, "max_generate_length": 20480, "logprobs": 0},
-        "eval_sampling_params": {"temperature": 1.0, "top_p": 0.7, "logprobs": None},
-    },
-    "environment": {"env_class": "beam_math"},
-}
-"""The published DAPO recipe for a 32B model, in SkyRL's keys."""
-
-CPU: dict[str, Any] = {
-    "generator": {"inference_engine": {"enforce_eager": True, "max_num_seqs": 256}},
-}
-"""Defaults of `beam.device: cpu`: compiling takes longer than a small run, and routes are captured in eager mode."""
-
-
-class Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers (1e-6 is a number) and no key twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} appears twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
 
 
 @dataclass(frozen=True)
@@ -227,59 +164,6 @@ def load(path: str | Path, overrides: Sequence[str] = (), run_dir: str | Path | 
     complete(values, beam, written)
     derive(values, beam, folder, name, written)
     return Recipe(name, values, beam, folder)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The file as nested mappings. Raises BadInput: no file, not YAML, not a mapping."""
-    if not path.is_file():
-        raise BadInput(f"{path}: no such recipe. Give the path of a YAML file, for example recipes/quickstart.yaml.")
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise BadInput(f"{path}: a recipe is a mapping of sections ({', '.join(SECTIONS)}, beam), not {content!r}.")
-    return content
-
-
-def parse_override(item: str) -> tuple[str, Any]:
-    """`trainer.seed=3` as ("trainer.seed", 3). Raises BadInput."""
-    key, separator, text = item.partition("=")
-    if not separator or not key or "." not in key:
-        raise BadInput(f"{item!r}: an override is written section.key=value, for example trainer.seed=2.")
-    try:
-        return key, yaml.load(text, Loader) if text else ""
-    except yaml.YAMLError as error:
-        raise BadInput(f"{item!r}: the value is not valid YAML: {error}") from error
-
-
-def assign(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested mappings. Raises BadInput where a part of the path holds a plain value."""
-    *parents, last = key.split(".")
-    for position, parent in enumerate(parents):
-        if values.get(parent) is None:
-            values[parent] = {}
-        values = values[parent]
-        if not isinstance(values, dict):
-            raise BadInput(f"{key}: {'.'.join(parents[: position + 1])} has a value, not keys.")
-    values[last] = value
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over` on top, section by section; neither is changed."""
-    result = deepcopy(dict(base))
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = merge(result[key], value) if both else deepcopy(value)
-    return result
-
-
-def lookup(values: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key, or None."""
-    node: Any = values
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
 
 
 def complete(values: dict[str, Any], beam: BeamSettings, written: Mapping[str, Any]) -> None:

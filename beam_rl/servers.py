@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from beam_rl.recipe import Recipe
+
 if TYPE_CHECKING:
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
-    from skyrl.train.config import SkyRLTrainConfig
 
 
 @ray.remote(num_cpus=1, num_gpus=1)
 class SingleEngineServer:
     """SkyRL's `VLLMServerActor` for one engine in one process, with arguments built where they are used."""
 
-    def __init__(self, config: "SkyRLTrainConfig", port: int) -> None:
+    def __init__(self, recipe: Recipe, port: int) -> None:
         from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
         from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMServerActor
 
-        arguments = build_vllm_cli_args(config)
+        arguments = build_vllm_cli_args(recipe.skyrl())
         arguments.disable_uvicorn_access_log = True  # a line a request: a training step has hundreds
         arguments.middleware = ["beam_rl.direct_route.DirectRoute"]
         self.server = VLLMServerActor(
@@ -38,7 +39,7 @@ class SingleEngineServer:
 class Servers:
     """Inference servers that are starting or running."""
 
-    config: "SkyRLTrainConfig"
+    recipe: Recipe
     actor: Any = None
     info: Any = None
     """The single engine's actor, and the reference to its ServerInfo."""
@@ -50,16 +51,16 @@ class Servers:
         if self.actor is None:
             from skyrl.backends.skyrl_train.inference_servers.setup import build_new_inference_client
 
-            client, self.setup = build_new_inference_client(self.config, tokenizer)
+            client, self.setup = build_new_inference_client(self.recipe.skyrl(), tokenizer)
             return client
         from beam_rl.client import DirectClient
 
         url = ray.get(self.info).url
-        engine = self.config.generator.inference_engine
+        engine = self.recipe.generator.inference_engine
         return DirectClient(
             proxy_url=url,
             server_urls=[url],
-            model_name=engine.served_model_name or self.config.trainer.policy.model.path,
+            model_name=engine.served_model_name or self.recipe.trainer.policy.model.path,
             enable_return_routed_experts=engine.enable_return_routed_experts,
             data_parallel_size=1,
             tokenizer=tokenizer,
@@ -71,9 +72,9 @@ class Servers:
             self.setup.router.shutdown()
 
 
-def start(config: "SkyRLTrainConfig", single: bool, port: int = 8000) -> Servers:
-    """Begin to start the servers; `single` is the CPU's one-engine layout. Several engines start in `client`."""
-    if not single:
-        return Servers(config)
-    actor = SingleEngineServer.remote(config, port)  # type: ignore[attr-defined]
-    return Servers(config, actor, actor.start.remote())
+def start(recipe: Recipe, port: int = 8000) -> Servers:
+    """Begin to start the servers; several engines, on GPUs, start in `Servers.client`."""
+    if recipe.beam.device != "cpu":
+        return Servers(recipe)
+    actor = SingleEngineServer.remote(recipe, port)  # type: ignore[attr-defined]
+    return Servers(recipe, actor, actor.start.remote())

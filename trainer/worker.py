@@ -103,8 +103,7 @@ class EngineWorker(Worker):
         """Log-probs of the response block of every sample."""
         from beam_rl.trainer.batches import padded_logprobs, sequences_from_batch
 
-        values = self.engine.forward_logprobs(sequences_from_batch(data), replay=self.replays(data))
-        assert isinstance(values, list)
+        values = self.engine.forward_logprobs(sequences_from_batch(data), replay=self.replays(data), masked=True)
         return padded_logprobs(values, data.metadata["response_length"])
 
     def offload_to_cpu(self, offload_optimizer: bool = True, offload_model: bool = True) -> None:

@@ -1,0 +1,63 @@
+"""The tiny model's warm-up as part of a run: in a process of its own, with a progress bar, or from the cache."""
+
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from beam_rl.console import Console
+from beam_rl.model.errors import BadInput
+from beam_rl.recipe import Recipe
+
+
+def cached(recipe: Recipe) -> bool:
+    """Whether the tiny model of this recipe is made already."""
+    from beam_rl import tiny
+
+    settings = recipe.beam.tiny
+    if settings is None:
+        return False
+    dtype = "bfloat16" if recipe.beam.precision == "bf16" else "float32"
+    return (Path(settings.cache_dir).expanduser() / tiny.cache_key(settings, recipe.trainer.seed, dtype)).is_dir()
+
+
+def prepare_tiny(recipe: Recipe, console: Console) -> Recipe:
+    """Make the tiny model and its problems, or find them in the cache; returns the recipe that names them.
+
+    The warm-up trains in a process of its own, whose memory is free again before Ray starts.
+    """
+    from beam_rl import tiny
+
+    assert recipe.beam.tiny is not None
+    if not cached(recipe):
+        with console.phase("warm-up", recipe.beam.tiny.warmup_steps) as bar:
+            context = get_context("spawn")
+            receiver, sender = context.Pipe(duplex=False)
+            child = context.Process(target=make_tiny, args=(recipe, sender))
+            child.start()
+            sender.close()
+            with suppress(EOFError):
+                while True:
+                    message = receiver.recv()
+                    if isinstance(message, BadInput):
+                        raise message
+                    bar.advance(message - bar.done)
+            child.join()
+            if child.exitcode:
+                raise RuntimeError(f"the warm-up process ended with exit code {child.exitcode}")
+    model = tiny.prepare(recipe, lambda done, total, note: None)
+    return recipe.with_values(
+        trainer__policy__model__path=str(model),
+        data__train_data=[str(model.parent / "train.jsonl")],
+        data__val_data=[str(model.parent / "held_out.jsonl")],
+    )
+
+
+def make_tiny(recipe: Recipe, progress: Connection) -> None:
+    """Body of the warm-up process: sends the number of steps done, or the BadInput that it met."""
+    from beam_rl import tiny
+
+    try:
+        tiny.prepare(recipe, lambda done, total, note: progress.send(done))
+    except BadInput as error:
+        progress.send(error)
