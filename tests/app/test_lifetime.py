@@ -1,0 +1,99 @@
+"""Nothing outlives the driver, however it ends: real processes, real kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from beam_rl import watchdog
+
+DRIVER = """
+import subprocess, sys, time
+from multiprocessing import get_context, shared_memory
+from pathlib import Path
+from beam_rl import lifetime
+
+def renamed():  # as Ray and vLLM rename their processes
+    import setproctitle
+    setproctitle.setproctitle("ray::Worker")
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    with lifetime.bounded(folder / "logs") as temp:
+        (temp / "session_2026" / "logs").mkdir(parents=True)
+        (temp / "session_2026" / "logs" / "raylet.out").write_text("log")
+        child = get_context("spawn").Process(target=renamed)
+        child.start()
+        memory = shared_memory.SharedMemory(create=True, size=4096)
+        (folder / "ready").write_text(f"{temp}\\n{memory.name}")
+        if sys.argv[2] == "return":
+            sys.exit(0)
+        time.sleep(600)
+"""
+
+
+def start(tmp_path: Path, how: str) -> subprocess.Popen[bytes]:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    return subprocess.Popen([sys.executable, str(script), str(tmp_path), how])
+
+
+def wait_for(path: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def marked(marker: str) -> list[psutil.Process]:
+    """Processes that carry the run's marker, the watchdog aside."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(watchdog.VARIABLE) == marker and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT", "return"])
+def test_no_process_shared_memory_or_temporary_file_is_left(tmp_path: Path, how: str) -> None:
+    driver = start(tmp_path, how)
+    wait_for(tmp_path / "ready")
+    temp, memory = (tmp_path / "ready").read_text().splitlines()
+    children = psutil.Process(driver.pid).children(recursive=True)
+    dog = next(child for child in children if "watchdog.py" in " ".join(child.cmdline()))
+    (marker,) = (argument for argument in dog.cmdline() if len(argument) == 16 and "/" not in argument)
+    if how != "return":
+        time.sleep(1)  # the renamed child has a child of its own by now
+        assert len(marked(marker)) >= 2
+        os.kill(driver.pid, getattr(signal, how))
+    driver.wait(timeout=60)
+    end = time.monotonic() + 30
+    while (dog.is_running() or marked(marker)) and time.monotonic() < end:
+        time.sleep(0.05)  # the driver's resource tracker ends a moment after the driver
+    assert marked(marker) == []
+    assert not Path(temp).exists()
+    assert not (Path("/dev/shm") / memory).exists()
+    assert (tmp_path / "logs" / "ray" / "raylet.out").read_text() == "log"
+
+
+def test_another_runs_processes_are_not_touched(tmp_path: Path) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env=os.environ | {watchdog.VARIABLE: "another"}
+    )
+    try:
+        driver = start(tmp_path, "return")
+        driver.wait(timeout=60)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()

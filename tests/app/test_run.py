@@ -1,0 +1,126 @@
+"""A real run: every process, a kill in the middle, and the rest of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from beam_rl.model.checkpoint import HFCheckpoint
+from beam_rl.model.config import load_config
+
+from beam_rl.metrics import read_lines
+
+MINUTES = 60
+
+
+class Descendants:
+    """All processes that a driver has started, directly or not, as far as they were seen."""
+
+    def __init__(self, driver: subprocess.Popen[bytes]) -> None:
+        self.driver = psutil.Process(driver.pid)
+        self.seen: set[psutil.Process] = set()
+
+    def look(self) -> None:
+        try:
+            self.seen |= set(self.driver.children(recursive=True))
+        except psutil.NoSuchProcess:
+            return
+
+    def alive(self, patience: float = 20) -> list[str]:
+        """Command lines of those that are still there after `patience` seconds."""
+        end = time.monotonic() + patience
+        while (left := [p for p in self.seen if lives(p)]) and time.monotonic() < end:
+            time.sleep(0.1)
+        return [" ".join(process.cmdline()) for process in left]
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def weight_files(since: float) -> list[str]:
+    """Weight-transfer files younger than `since`."""
+    return [path.name for path in Path("/dev/shm").glob("beam-weights-*") if path.stat().st_ctime >= since]
+
+
+def run(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as file:
+        return subprocess.Popen([sys.executable, "-m", "beam_rl", "train", *arguments], stdout=file, stderr=file)
+
+
+def steps(folder: Path) -> list[int]:
+    return [line["step"] for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "step"]
+
+
+@pytest.mark.timeout(20 * MINUTES)
+def test_a_run_that_is_killed_leaves_nothing_and_goes_on_where_it_was(
+    content: dict[str, Any], write: Any, tmp_path: Path
+) -> None:
+    # A random model solves nothing, so no group is informative; the overlong penalty still makes advantages.
+    content["trainer"]["algorithm"] = {"dynamic_sampling": {"type": None}}
+    content["trainer"]["max_training_steps"] = 4
+    content["beam"]["gap"] = {"without_r3_interval": 1}
+    recipe, folder, log = write(content), tmp_path / "run", tmp_path / "log"
+
+    since = time.time()
+    driver = run([str(recipe)], log)
+    started = Descendants(driver)
+    end = time.monotonic() + 8 * MINUTES
+    while len(steps(folder)) < 2:
+        assert driver.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < end, log.read_text()[-3000:]
+        started.look()
+        time.sleep(0.1)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    assert len(started.seen) > 5
+    assert started.alive() == []
+    assert weight_files(since) == []
+    latest = int((folder / "checkpoints" / "latest_ckpt_global_step.txt").read_text())
+    assert latest >= 1
+    state = json.loads((folder / "checkpoints" / f"global_step_{latest}" / "state.json").read_text())
+    assert state["stream"]["drawn"] == latest * content["trainer"]["train_batch_size"]
+
+    driver = run(["--resume", str(folder)], log)
+    assert driver.wait(timeout=10 * MINUTES) == 0, log.read_text()[-3000:]
+    records = [line for line in read_lines(folder / "metrics.jsonl") if not line.get("rewound")]
+    done = [line for line in records if line["kind"] == "step"]
+    assert [line["step"] for line in done] == [1, 2, 3, 4]
+    assert [line["step"] for line in records if line["kind"] == "resume"] == [latest]
+    assert all(line["updates"] == 2 and line["grad_norm"] > 0 for line in done)
+    assert all(line["gap_mean"] is not None and line["gap_mean_no_r3"] is not None for line in done)
+    assert done[-1]["gap_mean"] < 0.01, "after a restart the rollout must run on the checkpoint's weights"
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["updates"]) == (4, 8)
+    assert summary["avg8_after"] is not None
+    assert (folder / "report.html").is_file()
+    HFCheckpoint(folder / "export").validate(load_config(folder / "export"))
+
+
+@pytest.mark.timeout(12 * MINUTES)
+def test_an_interrupt_during_start_up_leaves_nothing(content: dict[str, Any], write: Any, tmp_path: Path) -> None:
+    since = time.time()
+    log = tmp_path / "log"
+    driver = run([str(write(content))], log)
+    started = Descendants(driver)
+    end = time.monotonic() + 4 * MINUTES
+    while not any("SingleEngineServer" in process.name() for process in started.seen if lives(process)):
+        assert driver.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < end
+        started.look()
+        time.sleep(0.1)
+    os.kill(driver.pid, signal.SIGINT)
+    assert driver.wait(timeout=2 * MINUTES) == 1
+    assert "interrupted" in log.read_text()
+    assert started.alive() == []
+    assert weight_files(since) == []
