@@ -9,6 +9,7 @@ from torch import Tensor
 
 from beam_rl import checkpoints, recipe
 from beam_rl.model.errors import BadInput
+from beam_rl.terminal import terminal_apart
 
 
 def score(
@@ -68,16 +69,17 @@ def export(run_dir: Path, out: Path | None) -> Path:
     else:
         assert loaded.model_path is not None
         start = loaded.model_path
-    from beam_rl.model.checkpoint import save_hf
-    from beam_rl.model.config import load_config
-    from beam_rl.trainer.engine import TrainerEngine
-    from beam_rl.trainer.settings import EngineConfig, OptimizerSettings
-
-    hf = load_config(start)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16" if loaded.trainer.bf16 else "float32"
-    engine = TrainerEngine(EngineConfig(dtype=dtype, optimizer=OptimizerSettings()))
-    engine.build(hf)
-    engine.load(checkpoints.folder(run_dir / "checkpoints", found[0]) / "policy")
     folder = out or run_dir / "export"
-    save_hf(folder, hf, engine.export(), copy_from=start)
+    with terminal_apart(run_dir / "logs" / "export.log"):
+        from beam_rl.model.checkpoint import save_hf
+        from beam_rl.model.config import load_config
+        from beam_rl.trainer.engine import TrainerEngine
+        from beam_rl.trainer.skyrl_settings import engine_config, optimizer_settings
+
+        hf = load_config(start)
+        optimizer = optimizer_settings(loaded.trainer, loaded.steps * loaded.updates_per_step)
+        engine = TrainerEngine(engine_config(loaded.trainer, optimizer, recompute=False))
+        engine.build(hf)
+        engine.load(checkpoints.folder(run_dir / "checkpoints", found[0]) / "policy")
+        save_hf(folder, hf, engine.export(), copy_from=start)
     return folder

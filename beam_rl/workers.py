@@ -36,6 +36,19 @@ class PolicyWorkerBase(BeamPolicyWorkerBase):
         )
         torch.distributed.barrier()
 
+    async def broadcast_to_inference_engines(
+        self, inference_engine_client: Any, inference_engine_cfg: Any, model_id: str | None = None
+    ) -> None:
+        """Send the current weights to the rollout; returns when it runs on them.
+
+        SkyRL's own way would import vLLM here, only to ask the engine about GPU memory.
+        """
+        if not isinstance(self._weight_sync_engine, transfer.ShmTrainer):
+            await super().broadcast_to_inference_engines(inference_engine_client, inference_engine_cfg, model_id)
+            return
+        await asyncio.to_thread(self._weight_sync_engine.send_weights)
+        torch.distributed.barrier()
+
 
 class ExportedWeights:
     """The engine's current weights under their Hugging Face names, walked through anew for every transfer."""

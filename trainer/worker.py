@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from beam_rl.trainer.settings import EngineConfig, OptimizerSettings, Parallel
+from beam_rl.trainer.settings import OptimizerSettings
+from beam_rl.trainer.skyrl_settings import engine_config, layout, optimizer_settings
 from skyrl.backends.skyrl_train.distributed.dispatch import MeshRank, WorkerOutput
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.backends.skyrl_train.utils.ppo_utils import compute_approx_kl
@@ -24,9 +25,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from beam_rl.trainer.engine import TrainerEngine
     from beam_rl.trainer.sequences import Sequence
-
-SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-"""`trainer.policy.optimizer_config.scheduler`, and the engine's name for it."""
 
 WITHOUT_REPLAY = "without_replay"
 """Metadata key of a batch whose log-probs are wanted with the router's own choice although R3 is on."""
@@ -52,7 +50,7 @@ class EngineWorker(Worker):
                 backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                 timeout=timedelta(seconds=SKYRL_WORKER_NCCL_TIMEOUT_IN_S),
             )
-        distributed.initialize(self.layout(), self.cfg.seed)
+        distributed.initialize(layout(self.cfg), self.cfg.seed)
         self.mesh_rank = MeshRank(
             dp=parallel_state.get_data_parallel_rank(),
             sp=parallel_state.get_context_parallel_rank(),
@@ -63,18 +61,6 @@ class EngineWorker(Worker):
             pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         )
 
-    def layout(self) -> Parallel:
-        """The parallel sizes of `trainer.policy.megatron_config`, which the reference shares."""
-        sizes = self.cfg.policy.megatron_config
-        tp = sizes.tensor_model_parallel_size
-        return Parallel(
-            tp=tp,
-            pp=sizes.pipeline_model_parallel_size,
-            cp=sizes.context_parallel_size,
-            ep=sizes.expert_model_parallel_size,
-            etp=sizes.expert_tensor_parallel_size or tp,
-        )
-
     def build(self, path: str, optimizer: OptimizerSettings | None) -> None:
         """Build the engine and load the checkpoint at `path`."""
         from beam_rl.model.config import load_config
@@ -82,16 +68,8 @@ class EngineWorker(Worker):
 
         self.hf = load_config(path)
         self.path = Path(path)
-        config = EngineConfig(
-            dtype="bfloat16" if self.cfg.bf16 else "float32",
-            parallel=self.layout(),
-            optimizer=optimizer,
-            micro_batch_tokens=self.cfg.max_tokens_per_microbatch,
-            recompute="full" if torch.cuda.is_available() and self.cfg.gradient_checkpointing else None,
-            seed=self.cfg.seed,
-            temperature=self.cfg.algorithm.temperature,
-        )
-        self.engine = TrainerEngine(config)
+        recompute = torch.cuda.is_available() and self.cfg.gradient_checkpointing
+        self.engine = TrainerEngine(engine_config(self.cfg, optimizer, recompute=recompute))
         self.engine.build(self.hf)
         self.engine.load_hf(path)
 
@@ -121,19 +99,7 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
 
     def init_model(self, path: str, num_training_steps: int | None = None) -> None:
         """Load the checkpoint; `num_training_steps` optimizer updates are the length of a decaying schedule."""
-        settings = self.cfg.policy.optimizer_config
-        self.build(
-            path,
-            OptimizerSettings(
-                lr=settings.lr,
-                weight_decay=settings.weight_decay,
-                betas=(settings.adam_betas[0], settings.adam_betas[1]),
-                clip_grad=settings.max_grad_norm,
-                warmup_steps=settings.num_warmup_steps,
-                schedule=SCHEDULES[settings.scheduler],  # type: ignore[arg-type]
-                total_steps=num_training_steps,
-            ),
-        )
+        self.build(path, optimizer_settings(self.cfg, num_training_steps))
         self.lr = 0.0
 
     def forward(self, data: TrainingInputBatch, **unused: Any) -> WorkerOutput:
