@@ -3,11 +3,13 @@
 All functions raise BadInput and change nothing; `inputs` returns what it had to read anyway.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from beam_rl import checkpoints
 from beam_rl.model.errors import BadInput
 from beam_rl.problems import Problems, load_problems
 from beam_rl.recipe import Recipe
@@ -118,6 +120,9 @@ def supported(recipe: Recipe) -> None:
             raise BadInput(f"{key}={value!r}: this version has {wanted}.")
     if sampling.logprobs is None:
         raise BadInput("generator.sampling_params.logprobs=None: the gap and R3 need the rollout's log-probs. Use 0.")
+    offline = os.environ.get("WANDB_MODE") in ("offline", "disabled")
+    if trainer.logger == "wandb" and not offline and not os.environ.get("WANDB_API_KEY"):
+        raise BadInput("trainer.logger=wandb: set WANDB_API_KEY, or WANDB_MODE=offline.")
     for key, on in {
         "trainer.placement.colocate_all": trainer.placement.colocate_all,
         "trainer.fully_async.enabled": trainer.fully_async.enabled,
@@ -157,8 +162,15 @@ def folder(recipe: Recipe, resume: bool) -> None:
     where = recipe.run_dir
     if not resume and where.exists() and (not where.is_dir() or any(where.iterdir())):
         raise BadInput(f"beam.run_dir={where}: exists. Go on with --resume {where}, or choose another folder.")
-    if resume and not (where / "checkpoints" / "latest_ckpt_global_step.txt").is_file():
+    if not resume:
+        return
+    found = checkpoints.latest(where / "checkpoints")
+    if found is None:
         raise BadInput(f"--resume {where}: has no finished checkpoint to go on from. Start the recipe anew.")
+    if found[0] >= recipe.steps:
+        raise BadInput(
+            f"--resume {where}: all {recipe.steps} steps are done. To go on, add trainer.max_training_steps=..."
+        )
 
 
 def inputs(recipe: Recipe, report: Callable[[str], None] = print) -> tuple[Any, Problems, Problems | None]:
@@ -203,7 +215,9 @@ def model(path: Path) -> Any:
 def load_tokenizer(path: Path, vocabulary: int) -> Any:
     """The folder's tokenizer, as SkyRL loads it. Raises BadInput: none, no chat template, another vocabulary."""
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
     if not (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
         raise BadInput(f"{path}: has no tokenizer (tokenizer.json). Copy the model's tokenizer files there.")
     try:

@@ -1,15 +1,16 @@
 """`beam-rl train`: a recipe from start to end, in one folder."""
 
 import json
-import logging
+import shutil
 import threading
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from beam_rl import checks, lifetime
+from beam_rl import checkpoints, checks, lifetime
 from beam_rl.console import Console
 from beam_rl.lines import Opening
 from beam_rl.metrics import summary, write_atomically
@@ -40,12 +41,18 @@ def train(recipe: Recipe, resume: bool) -> int:
                 assert inputs is not None
                 observed = run(recipe, inputs, temp_dir, console, started)
         except BadInput:
+            if not resume:
+                shutil.rmtree(recipe.run_dir)  # nothing has run: the corrected recipe may use the folder
             raise
         except KeyboardInterrupt:
-            console.say(f"interrupted; go on with: beam-rl train --resume {recipe.run_dir}")
+            saved = checkpoints.latest(recipe.run_dir / "checkpoints")
+            remedy = (
+                f"go on with: beam-rl train --resume {recipe.run_dir}" if saved else "no checkpoint was written yet"
+            )
+            console.say(f"interrupted; {remedy}")
             return 1
         except Exception as error:
-            logging.getLogger(__name__).exception("the run failed")
+            traceback.print_exc()  # into the log; loguru's queue cannot take every remote exception
             console.say(f"the run failed: {cause(error)}\nlogs: {logs}")
             return 1
         finish(recipe, console, observed)

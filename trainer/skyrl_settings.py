@@ -27,16 +27,20 @@ def layout(trainer: TrainerConfig) -> Parallel:
 
 
 def optimizer_settings(trainer: TrainerConfig, updates: int | None) -> OptimizerSettings:
-    """The policy's optimizer; `updates` in the whole run are the length of a decaying schedule."""
+    """The policy's optimizer; `updates` in the whole run are the length of a decaying schedule.
+
+    A constant schedule has no length, so that a run may be continued for longer than it was meant to be.
+    """
     settings = trainer.policy.optimizer_config
+    schedule = cast(Literal["constant", "linear", "cosine"], SCHEDULES[settings.scheduler])
     return OptimizerSettings(
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         betas=(settings.adam_betas[0], settings.adam_betas[1]),
         clip_grad=settings.max_grad_norm,
         warmup_steps=settings.num_warmup_steps,
-        schedule=cast(Literal["constant", "linear", "cosine"], SCHEDULES[settings.scheduler]),
-        total_steps=updates,
+        schedule=schedule,
+        total_steps=None if schedule == "constant" else updates,
     )
 
 

@@ -11,7 +11,7 @@ from beam_rl import checkpoints
 from beam_rl.metrics import MetricsFile, read_lines, summary
 from beam_rl.problems import Problems, ProblemStream
 from beam_rl.recipe import load
-from beam_rl.tracking import run_id
+from beam_rl.tracking import RunTracking, run_id
 
 
 def step(number: int, **more: object) -> dict[str, object]:
@@ -125,3 +125,22 @@ def test_another_data_set_is_not_resumed_silently() -> None:
     state = ProblemStream(problems(10), 4, 100, seed=1).state_dict()
     with pytest.raises(BadInput, match="problems=10"):
         ProblemStream(problems(11), 4, 100, seed=1).load_state_dict(state)
+
+
+def test_a_repeated_step_is_logged_again_in_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B drops steps that go back, and a restart without the run's id begins another run (wandb#4482, verl#2783)."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    import wandb
+
+    ids = []
+    for _ in range(2):
+        tracking = RunTracking(tmp_path, project_name="p", experiment_name="e", backend="wandb", config={})
+        for number in (1, 2, 1):
+            tracking.log({"loss": float(number)}, step=number, commit=True)
+        assert wandb.run is not None
+        assert wandb.run.step == 3  # W&B's own counter: nothing was dropped
+        ids.append(wandb.run.id)
+        del tracking  # SkyRL's tracker finishes the run when it goes
+    assert ids[0] == ids[1]
