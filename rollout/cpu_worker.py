@@ -76,6 +76,9 @@ class BeamCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
+        # Linux wants AMX to be asked for. vLLM's kernels do not ask, so without this the first step kills the process
+        # unless it is large enough for PyTorch to have asked.
+        torch.cpu._init_amx()
         if self.compilation_config.mode == CompilationMode.NONE:
             # An eager engine still compiles a helper of the sampler: half a minute of C++ at the first log-prob.
             torch._dynamo.config.disable = True

@@ -12,7 +12,7 @@ from beam_rl.model.errors import BadInput
 from beam_rl.rollout.transfer import BACKEND
 
 Device = Literal["cpu", "gpu"]
-WEIGHTS_PLACE = "generator.inference_engine"
+_PLACE = "generator.inference_engine"
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ def check_engine(engine: Mapping[str, Any], device: Device) -> None:
     """
     extra = dict(engine.get("engine_init_kwargs") or {})
     settings = {**engine, **extra}
-    where = {name: f"{WEIGHTS_PLACE}.engine_init_kwargs.{name}" for name in extra}
+    where = {name: f"{_PLACE}.engine_init_kwargs.{name}" for name in extra}
 
     def refuse(name: str, why: str) -> None:
-        key = where.get(name, f"{WEIGHTS_PLACE}.{name}")
+        key = where.get(name, f"{_PLACE}.{name}")
         raise BadInput(f"{key}={settings[name]!r}: {why}")
 
     if settings.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":

@@ -32,7 +32,7 @@ class Engine:
         from vllm import LLM
 
         arguments = PROFILES["cpu"].engine_args() | {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 16}
-        self.llm = LLM(
+        self.llm: Any = LLM(
             str(model),
             dtype="float32",
             skip_tokenizer_init=True,

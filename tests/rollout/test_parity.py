@@ -1,5 +1,8 @@
 """The rollout's log-probs and routes are the reference's."""
 
+import ast
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +53,18 @@ def test_experts_stored_fused_are_read_as_the_same_model(
     (tmp_path / "config.json").write_bytes((golden("groups") / "config.json").read_bytes())
     expected = reference("groups")
     assert_scores(score(tmp_path, expected["input_ids"], "float32"), expected)
+
+
+def test_a_first_step_of_few_tokens_does_not_kill_the_process(golden: Golden) -> None:
+    """With AMX, which a process must ask for, and only large matrices make PyTorch ask: hence a fresh process."""
+    code = (
+        "import sys, torch; from beam_rl.rollout.score import score; "
+        "print(score(sys.argv[1], torch.tensor([[3, 4, 5]]), 'bfloat16')['token_logprobs'].tolist())"
+    )
+    command = [sys.executable, "-c", code, str(golden("tiny"))]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert len(ast.literal_eval(run.stdout)[0]) == 2
 
 
 def test_bad_input_is_refused_before_an_engine_starts(golden: Golden, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The plugin can be loaded any number of times, and steps back where vLLM has a Beam of its own."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from beam_rl.rollout import plugin
@@ -26,7 +27,8 @@ def test_vllms_own_beam_is_used_where_it_runs(cuda: bool, used: str, monkeypatch
     monkeypatch.setitem(ModelRegistry.models, plugin.ARCHITECTURE, SimpleNamespace(module_name="vllm.models.beam"))
     monkeypatch.setattr(current_platform, "is_cuda", lambda: cuda, raising=False)
     plugin.register()
-    assert ModelRegistry.models[plugin.ARCHITECTURE].module_name == used
+    registered: Any = ModelRegistry.models[plugin.ARCHITECTURE]
+    assert registered.module_name == used
 
 
 def test_vllms_factory_builds_the_trainers_half() -> None:

@@ -44,7 +44,7 @@ def name_of(change: dict[str, Any]) -> str:
 
 def test_log_probs_are_of_the_distribution_sampled_from() -> None:
     for device in ("cpu", "gpu"):
-        assert engine_init_kwargs(device)["logprobs_mode"] == "processed_logprobs"  # type: ignore[arg-type]
+        assert engine_init_kwargs(device)["logprobs_mode"] == "processed_logprobs"
 
 
 def test_sound_settings_pass() -> None:

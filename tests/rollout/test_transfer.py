@@ -49,7 +49,7 @@ def test_every_sync_is_exact_though_prompts_are_cached(
     other_weights: Weights,
 ) -> None:
     original = engine.logprobs(prompts)
-    seen = {}
+    seen: dict[str, Any] = {}
     for name, values in 2 * [("original", weights), ("other", other_weights)]:
         source.weights = values
         trainer.send_weights()
@@ -127,7 +127,7 @@ def test_a_file_bears_the_runs_name_and_goes_with_a_failed_transfer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(transfer.RUN_VARIABLE, "run-7")
-    seen = []
+    seen: list[str] = []
 
     class Unreachable:
         def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
@@ -138,7 +138,7 @@ def test_a_file_bears_the_runs_name_and_goes_with_a_failed_transfer(
 
     trainer = ShmTrainer.trainer_init(
         ShmTrainerInit(str(tmp_path), rank=0),
-        client=Unreachable(),  # type: ignore[arg-type]
+        client=Unreachable(),
         source=Source({"w": torch.zeros(1)}),
     )
     with pytest.raises(ConnectionError):
@@ -159,7 +159,7 @@ def test_other_ranks_read_the_weights_and_send_nothing(tmp_path: Path) -> None:
     class Collective:
         __iter__ = staticmethod(gather)
 
-    trainer = ShmTrainer.trainer_init(ShmTrainerInit(str(tmp_path), rank=1), client=None, source=Collective())  # type: ignore[arg-type]
+    trainer = ShmTrainer.trainer_init(ShmTrainerInit(str(tmp_path), rank=1), client=None, source=Collective())
     trainer.send_weights()
     assert read == [True], "a rank that leaves out the collectives hangs the others"
     assert not list(tmp_path.iterdir())
