@@ -7,13 +7,11 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from beam_rl.trainer import cpu
 from torch import Tensor
 
@@ -27,8 +25,9 @@ from beam_rl.model.config import BeamConfig
 from beam_rl.model.gpt import build_model
 from beam_rl.model.names import export_hf, load_hf
 from beam_rl.model.transformer_config import transformer_config
-from beam_rl.trainer import checkpoint, distributed, optimizer
+from beam_rl.trainer import checkpoint, distributed, optimizer, outputs
 from beam_rl.trainer.logprobs import entropies, token_logprobs
+from beam_rl.trainer.outputs import LossFn, Scores
 from beam_rl.trainer.replay import RoutesError, Routing
 from beam_rl.trainer.sequences import MicroBatch, Sequence, check_sample, pack, split, unpack
 from beam_rl.trainer.settings import EngineConfig, OptimizerSettings, Parallel
@@ -50,39 +49,6 @@ __all__ = [
 
 Progress = Callable[[int, int], None]
 """Called after every micro batch with (done, all)."""
-
-
-class LossFn(Protocol):
-    """A loss over the K tokens of a micro batch whose loss mask is not 0."""
-
-    def __call__(
-        self, logprobs: Tensor, fields: Mapping[str, Tensor], loss_mask: Tensor, entropy: Tensor | None
-    ) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        """Loss and metrics of a micro batch, both SUMS over its tokens.
-
-        The engine adds them over micro batches and ranks and divides by nothing: a token mean over the global batch is
-        a sum whose terms the caller has divided by the global number of tokens. So neither the loss nor the gradient
-        depends on how the batch was split, packed or padded.
-
-        Args:
-            logprobs: float32 [K], with gradient.
-            fields: float32 [K] each: the samples' fields.
-            loss_mask: float32 [K], none of them 0.
-            entropy: float32 [K] without gradient, if it was asked for.
-        """
-        ...
-
-
-@dataclass
-class Scores:
-    """Results of a forward pass, one tensor a sample, on the CPU."""
-
-    logprobs: list[Tensor]
-    """float32 [n - 1]: entry t is of token t + 1."""
-    entropies: list[Tensor] | None
-    """float32 [n - 1], in nats."""
-    routes: list[Tensor] | None
-    """int16 [n, layers, topk]: the experts used; -1 in dense layers."""
 
 
 class TrainerEngine:
@@ -159,8 +125,9 @@ class TrainerEngine:
             RoutesError: `replay`, and a sample's routes are missing or invalid.
         """
         batches = self._batches(sequences, replay, masked=masked, record=routes)
-        outputs = self._run(batches, partial(_score, temperature=self.config.temperature, entropy=entropy), progress)
-        values = self._gather(batches, outputs, 2 if entropy else 1)  # [micro batches][1 or 2, T]
+        score = partial(outputs.score_rows, temperature=self.config.temperature, entropy=entropy)
+        results = self._run(batches, score, progress)
+        values = outputs.gather(batches, results, 2 if entropy else 1)  # [micro batches][1 or 2, T]
 
         def per_sample(row: int) -> list[Tensor]:
             return [v[:-1] for v in unpack([v[row] for v in values], batches, len(sequences))]
@@ -168,7 +135,7 @@ class TrainerEngine:
         return Scores(
             logprobs=per_sample(0),
             entropies=per_sample(1) if entropy else None,
-            routes=unpack(self._gather_routes(batches), batches, len(sequences)) if routes else None,
+            routes=unpack(outputs.gather_routes(batches, self.hf), batches, len(sequences)) if routes else None,
         )
 
     def forward_logprobs(
@@ -203,13 +170,13 @@ class TrainerEngine:
         batches = self._batches(sequences, replay, masked=True, record=False)
         self._reduced = True
         try:
-            outputs = self._run(
+            results = self._run(
                 batches, lambda batch, logits: self._loss(batch, logits, loss_fn, entropy), progress, backward=True
             )
         except BaseException:
             self.zero_grad()
             raise
-        return self._sum_metrics(outputs)
+        return outputs.sum_metrics(results)
 
     def _batches(self, sequences: Seq[Sequence], replay: bool, *, masked: bool, record: bool) -> list[MicroBatch]:
         """Check and pack the samples; ranks that share experts get the same number of micro batches."""
@@ -290,51 +257,6 @@ class TrainerEngine:
         count = torch.zeros((), dtype=torch.int, device=loss.device)
         return loss, count, {"loss": loss.detach(), **metrics}
 
-    def _gather(self, batches: Seq[MicroBatch], outputs: Seq[Tensor], width: int) -> list[Tensor]:
-        """Bring [width, K] of the context-parallel ranks together: [width, T] on the CPU of every rank."""
-        last, pp = parallel_state.is_pipeline_last_stage(), parallel_state.get_pipeline_model_parallel_group()
-        gathered = []
-        for i, batch in enumerate(batches):
-            whole = torch.zeros(width, batch.total, device=batch.tokens.device)
-            if last:
-                whole[:, batch.places] = outputs[i]
-                if self.config.parallel.cp > 1:
-                    dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
-            if self.config.parallel.pp > 1:
-                dist.broadcast(whole, parallel_state.get_pipeline_model_parallel_last_rank(), group=pp)
-            gathered.append(whole.cpu())
-        return gathered
-
-    def _gather_routes(self, batches: Seq[MicroBatch]) -> list[Tensor]:
-        """Routes used, int16 [T, layers, topk] a micro batch, of all layers and context-parallel ranks, on the CPU."""
-        groups = parallel_state.get_context_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
-        gathered = []
-        for batch in batches:
-            shape = (batch.total, self.hf.num_hidden_layers, self.hf.num_experts_per_tok)
-            whole = torch.full(shape, -1, dtype=torch.int32, device=batch.tokens.device)
-            where = slice(None) if batch.local is None else batch.local
-            for layer, ids in batch.batch.recorded.items():
-                whole[where, layer] = ids.int()
-            for group in groups:
-                if group.size() > 1:
-                    dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
-            gathered.append(whole.to(torch.int16).cpu())
-        return gathered
-
-    def _sum_metrics(self, outputs: Seq[Mapping[str, Tensor | float]]) -> dict[str, float]:
-        """Sum the micro batches' metrics over micro batches and replicas; every rank gets them."""
-        sums: list[Any] = [None]
-        if parallel_state.is_pipeline_last_stage():
-            names = list(outputs[0])
-            rows = [[torch.as_tensor(output[name], dtype=torch.float64).cpu() for name in names] for output in outputs]
-            total = torch.tensor(rows, dtype=torch.float64).sum(0).to(distributed.device())
-            dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-            sums = [dict(zip(names, total.tolist(), strict=True))]
-        if self.config.parallel.pp > 1:
-            last = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast_object_list(sums, last, group=parallel_state.get_pipeline_model_parallel_group())
-        return sums[0]
-
     # Optimizer
 
     def optimizer_step(self) -> dict[str, float]:
@@ -390,10 +312,3 @@ def _data_parallel(transformer: Any, model: Any) -> DistributedDataParallel:
         expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_group().size(),
     )
     return DistributedDataParallel(transformer, config, model, full_param_layout=layout)
-
-
-def _score(batch: MicroBatch, logits: Tensor, temperature: float, entropy: bool) -> Tensor:
-    """Log-probabilities, and entropies if wanted, of the wanted rows: float32 [1 or 2, K]."""
-    logits = logits.index_select(0, batch.rows)
-    logprobs = token_logprobs(logits, batch.targets, temperature)
-    return torch.stack((logprobs, entropies(logits, temperature)) if entropy else (logprobs,))
