@@ -19,12 +19,12 @@ from beam_rl.evals.arithmetic import ArithmeticSpec, Problem, generate, parse, s
 from beam_rl.settings import TinySettings
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
     from beam_rl.model.config import BeamConfig
     from beam_rl.recipe import Recipe
     from beam_rl.trainer.engine import Sequence, TrainerEngine
-    from torch import Tensor
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, a note)."""

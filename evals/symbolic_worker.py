@@ -17,8 +17,9 @@ import select
 import signal
 import sys
 
-from beam_rl.evals.symbolic import Outcome
 from math_verify import LatexExtractionConfig, parse, verify
+
+from beam_rl.evals.symbolic import Outcome
 
 MEMORY_LIMIT = 4 << 30
 """Bytes of address space for one comparison: `9^{9^{9^9}}` must not take the machine's memory."""

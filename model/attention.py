@@ -4,17 +4,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from beam_rl.model import fused, numerics
-from beam_rl.model.batch import PackedBatch
-from beam_rl.model.cpu_attention import LONGEST, short_attention
-from beam_rl.model.rows import spread_rows, take_rows
-from beam_rl.model.transformer_config import BeamTransformerConfig
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from beam_rl.model import fused, numerics
+from beam_rl.model.batch import PackedBatch
+from beam_rl.model.cpu_attention import LONGEST, short_attention
+from beam_rl.model.rows import spread_rows, take_rows
+from beam_rl.model.transformer_config import BeamTransformerConfig
 
 
 class BeamCoreAttention(MegatronModule):

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from beam_rl.model import numerics
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from beam_rl.model import numerics
 
 BUCKET = 16
 """Sequences are padded to a multiple of this many tokens inside attention, so that few shapes occur."""

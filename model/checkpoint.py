@@ -7,12 +7,13 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from beam_rl.model.config import BeamConfig, load_config
-from beam_rl.model.errors import BadInput
-from beam_rl.model.tensors import hf_tensors
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from beam_rl.model.config import BeamConfig, load_config
+from beam_rl.model.errors import BadInput
+from beam_rl.model.tensors import hf_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

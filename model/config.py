@@ -6,11 +6,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from beam_rl.model.errors import BadInput
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from beam_rl.model.errors import BadInput
 
 ATTENTION_TYPES = ("sliding_attention", "full_attention")
 MLP_TYPES = ("dense", "sparse")

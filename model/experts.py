@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
-from beam_rl.model import fused
-from beam_rl.model.transformer_config import BeamTransformerConfig
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+
+from beam_rl.model import fused
+from beam_rl.model.transformer_config import BeamTransformerConfig
 
 
 class BeamExperts(MegatronModule):

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from beam_rl.model import numerics
 from torch import Tensor
+
+from beam_rl.model import numerics
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -3,16 +3,17 @@
 from functools import partial
 from typing import Any
 
-from beam_rl.model import numerics
-from beam_rl.model.batch import PackedBatch
-from beam_rl.model.layer import BeamRMSNorm, layer_spec
-from beam_rl.model.rows import take_rows
-from beam_rl.model.transformer_config import BeamTransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
+
+from beam_rl.model import numerics
+from beam_rl.model.batch import PackedBatch
+from beam_rl.model.layer import BeamRMSNorm, layer_spec
+from beam_rl.model.rows import take_rows
+from beam_rl.model.transformer_config import BeamTransformerConfig
 
 
 class BeamModel(GPTModel):

@@ -5,12 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from beam_rl.model import fused, numerics
-from beam_rl.model.attention import BeamCoreAttention, BeamSelfAttention
-from beam_rl.model.batch import PackedBatch
-from beam_rl.model.experts import BeamExperts
-from beam_rl.model.moe import BeamMoELayer, BeamRouter
-from beam_rl.model.transformer_config import BeamTransformerConfig
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -21,6 +15,13 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
+
+from beam_rl.model import fused, numerics
+from beam_rl.model.attention import BeamCoreAttention, BeamSelfAttention
+from beam_rl.model.batch import PackedBatch
+from beam_rl.model.experts import BeamExperts
+from beam_rl.model.moe import BeamMoELayer, BeamRouter
+from beam_rl.model.transformer_config import BeamTransformerConfig
 
 
 class BeamRMSNorm(torch.nn.Module):

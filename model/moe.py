@@ -3,17 +3,18 @@
 from typing import Any
 
 import torch
-from beam_rl.model import numerics
-from beam_rl.model.batch import PackedBatch
-from beam_rl.model.experts import BeamExperts
-from beam_rl.model.rows import spread_rows
-from beam_rl.model.transformer_config import BeamTransformerConfig
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
+
+from beam_rl.model import numerics
+from beam_rl.model.batch import PackedBatch
+from beam_rl.model.experts import BeamExperts
+from beam_rl.model.rows import spread_rows
+from beam_rl.model.transformer_config import BeamTransformerConfig
 
 
 class BeamRouter(Router):

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
 from beam_rl.model.attention import BeamSelfAttention
 from beam_rl.model.checkpoint import HFCheckpoint
 from beam_rl.model.config import BeamConfig
@@ -17,8 +20,6 @@ from beam_rl.model.gpt import BeamModel
 from beam_rl.model.layer import BeamTransformerLayer
 from beam_rl.model.moe import BeamMoELayer
 from beam_rl.model.tensors import hf_tensors, is_float32
-from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
 
 __all__ = ["Piece", "export_hf", "hf_tensors", "load_hf", "pieces"]
 

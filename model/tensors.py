@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 import torch
-from beam_rl.model.config import BeamConfig
 from torch import Tensor
+
+from beam_rl.model.config import BeamConfig
 
 
 def hf_tensors(config: BeamConfig) -> dict[str, tuple[int, ...]]:

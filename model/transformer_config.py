@@ -5,9 +5,10 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 Recompute = Literal["full", "moe", "core_attn", "mlp"]
 

@@ -11,11 +11,12 @@ def register() -> None:
 
     The model is registered only where vLLM has no Beam of its own, or one that cannot run here: vLLM's is for NVIDIA.
     """
-    from beam_rl.model import config
-    from beam_rl.rollout.transfer import BACKEND
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
     from vllm.model_executor.models import ModelRegistry
     from vllm.platforms import current_platform
+
+    from beam_rl.model import config
+    from beam_rl.rollout.transfer import BACKEND
 
     config.register()
     known = ModelRegistry.models.get(ARCHITECTURE)

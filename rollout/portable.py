@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
-from beam_rl.model import numerics
-from beam_rl.model.config import BeamConfig
 from torch import Tensor, nn
 from vllm.config import CacheConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -26,6 +24,9 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+
+from beam_rl.model import numerics
+from beam_rl.model.config import BeamConfig
 
 Rotations = dict[float, tuple[Tensor, Tensor]]
 """Per rotary base: cosines and sines of this step's positions, shared by all layers."""

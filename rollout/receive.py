@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from beam_rl.model.tensors import hf_tensors
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from beam_rl.model.tensors import hf_tensors
 
 
 @dataclass

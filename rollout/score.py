@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from beam_rl.model.checkpoint import open_checkpoint
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
 from beam_rl.rollout.profile import CPU_ENVIRONMENT, PROFILES
-from torch import Tensor
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 PROGRESS_FROM = 64

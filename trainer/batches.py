@@ -8,10 +8,11 @@ left-padded, response fields [B, R] are right-aligned, `rollout_expert_indices` 
 from __future__ import annotations
 
 import torch
-from beam_rl.trainer.sequences import Sequence
 from skyrl.backends.skyrl_train.distributed.dispatch import WorkerOutput
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from torch import Tensor
+
+from beam_rl.trainer.sequences import Sequence
 
 FIELDS = {
     "advantages": "advantages",

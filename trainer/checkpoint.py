@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from beam_rl.model.errors import BadInput
-from beam_rl.trainer import optimizer
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from beam_rl.model.errors import BadInput
+from beam_rl.trainer import optimizer
 
 if TYPE_CHECKING:
     from beam_rl.trainer.engine import TrainerEngine

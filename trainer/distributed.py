@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from beam_rl.model.errors import BadInput
-from beam_rl.trainer.settings import Parallel
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from beam_rl.model.errors import BadInput
+from beam_rl.trainer.settings import Parallel
 
 
 def device() -> torch.device:

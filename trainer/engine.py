@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from beam_rl.trainer import cpu
 from torch import Tensor
+
+from beam_rl.trainer import cpu
 
 logging.getLogger("megatron").setLevel(logging.ERROR)  # what Megatron deprecates is no news to our users
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", module=r"torch\.distributed\.c10d_logger", category=FutureWarning)
 cpu.install()
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from beam_rl.model.checkpoint import HFCheckpoint
 from beam_rl.model.config import BeamConfig
@@ -31,10 +37,6 @@ from beam_rl.trainer.outputs import LossFn, Scores
 from beam_rl.trainer.replay import RoutesError, Routing
 from beam_rl.trainer.sequences import MicroBatch, Sequence, check_sample, pack, split, unpack
 from beam_rl.trainer.settings import EngineConfig, OptimizerSettings, Parallel
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 __all__ = [
     "EngineConfig",

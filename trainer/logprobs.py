@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from beam_rl.model import numerics
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
+
+from beam_rl.model import numerics
 
 _ROWS = 4096
 """Rows of [rows, vocabulary] float32 that the entropy holds at once."""

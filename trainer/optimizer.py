@@ -15,13 +15,14 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
-from beam_rl.trainer.settings import OptimizerSettings
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+
+from beam_rl.trainer.settings import OptimizerSettings
 
 _FOREVER = 2**31
 """Steps after which a constant schedule ends, as Megatron wants a number."""

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
 from beam_rl.model.config import BeamConfig
 from beam_rl.trainer import distributed
 from beam_rl.trainer.logprobs import entropies, token_logprobs
 from beam_rl.trainer.sequences import MicroBatch
-from megatron.core import parallel_state
-from torch import Tensor
 
 
 class LossFn(Protocol):

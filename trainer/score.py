@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
+
 from beam_rl.model.config import load_config
 from beam_rl.model.errors import BadInput
 from beam_rl.trainer.engine import EngineConfig, RoutesError, Sequence, TrainerEngine
 from beam_rl.trainer.replay import route_dtype
-from torch import Tensor
 
 
 def score(

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
+from torch import Tensor
+
 from beam_rl.model.attention import context_index
 from beam_rl.model.batch import PackedBatch
 from beam_rl.trainer.replay import RoutesError, Routing, pack_routes
-from torch import Tensor
 
 
 @dataclass

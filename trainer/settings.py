@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+
 from beam_rl.model.errors import BadInput
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from beam_rl.trainer.engine import TrainerEngine
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+from beam_rl.trainer.engine import TrainerEngine
 
 
 class EngineWeights(WeightSource):

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from beam_rl.trainer.settings import OptimizerSettings
-from beam_rl.trainer.skyrl_settings import engine_config, layout, optimizer_settings
 from skyrl.backends.skyrl_train.distributed.dispatch import MeshRank, WorkerOutput
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.backends.skyrl_train.utils.ppo_utils import compute_approx_kl
 from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase, RefWorkerBase, Worker
 from skyrl.env_vars import SKYRL_WORKER_NCCL_TIMEOUT_IN_S
 from torch import Tensor
+
+from beam_rl.trainer.settings import OptimizerSettings
+from beam_rl.trainer.skyrl_settings import engine_config, layout, optimizer_settings
 
 if TYPE_CHECKING:
     from beam_rl.trainer.engine import TrainerEngine
@@ -37,11 +38,12 @@ class EngineWorker(Worker):
 
     def init_worker_process_group(self) -> None:
         """Join the training processes (gloo without CUDA) and Megatron's parallel groups."""
+        from megatron.core import parallel_state
+
         from beam_rl.trainer import (
             distributed,
             engine,  # noqa: F401 (first: it prepares Megatron for machines without CUDA)
         )
-        from megatron.core import parallel_state
 
         if not torch.cuda.is_available():
             torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets 1; the rollout idles while training runs
@@ -134,8 +136,9 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
 
     def global_tokens(self, sequences: list[Sequence]) -> float:
         """Unmasked tokens of the mini-batch over all data-parallel ranks, at least 1."""
-        from beam_rl.trainer import distributed
         from megatron.core import parallel_state
+
+        from beam_rl.trainer import distributed
 
         count = torch.tensor(float(sum(int((s.loss_mask > 0).sum()) for s in sequences)), device=distributed.device())
         torch.distributed.all_reduce(count, group=parallel_state.get_data_parallel_group())

@@ -12,12 +12,12 @@ import yaml
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Beam with its tokenizer, and `train.jsonl` and `held_out.jsonl` beside it."""
     import torch
+
+    from beam_rl import tiny
     from beam_rl.evals.arithmetic import ArithmeticSpec, generate, write_rows
     from beam_rl.model.checkpoint import save_hf
     from beam_rl.model.config import BeamConfig
     from beam_rl.model.tensors import initial_tensors
-
-    from beam_rl import tiny
 
     folder = tmp_path_factory.mktemp("tiny")
     config = BeamConfig(**tiny.ARCHITECTURE, architectures=["BeamForCausalLM"], dtype="bfloat16")

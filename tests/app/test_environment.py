@@ -4,10 +4,10 @@ import time
 
 import pytest
 import skyrl_gym
-from beam_rl.evals.arithmetic import generate, row, solution
 from skyrl_gym.metrics import aggregate_for_environment
 
 from beam_rl.environment import register
+from beam_rl.evals.arithmetic import generate, row, solution
 
 
 @pytest.fixture(autouse=True)

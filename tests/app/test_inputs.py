@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beam_rl.model.errors import BadInput
 from safetensors.torch import load_file, save_file
 
 from beam_rl import checks, recipe
+from beam_rl.model.errors import BadInput
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from beam_rl.model.errors import BadInput
 
 from beam_rl import checkpoints
 from beam_rl.metrics import MetricsFile, read_lines, summary
+from beam_rl.model.errors import BadInput
 from beam_rl.problems import Problems, ProblemStream
 from beam_rl.recipe import load
 from beam_rl.tracking import RunTracking, run_id

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beam_rl.model.errors import BadInput
 
 from beam_rl import checks, recipe
 from beam_rl.cli import main
+from beam_rl.model.errors import BadInput
 
 
 def test_a_sparse_recipe_has_the_published_dapo_defaults(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
-from beam_rl.model.checkpoint import HFCheckpoint
-from beam_rl.model.config import load_config
 
 from beam_rl.metrics import read_lines
+from beam_rl.model.checkpoint import HFCheckpoint
+from beam_rl.model.config import load_config
 
 MINUTES = 60
 

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from beam_rl.trainer.batches import padded_logprobs, sequences_from_batch
-from beam_rl.trainer.worker import BeamPolicyWorkerBase
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 from skyrl.train.config.config import AlgorithmConfig
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors, make_router_padding_mask
+
+from beam_rl.trainer.batches import padded_logprobs, sequences_from_batch
+from beam_rl.trainer.worker import BeamPolicyWorkerBase
 
 PROMPTS = [[1, 2, 3], [4]]
 RESPONSES = [[5, 6], [7, 8, 9, 10]]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from beam_rl.evals.arithmetic import ArithmeticSpec, canonical, generate, parse, row, solution, write_rows
 from beam_rl.evals.grader import Verdict, grade
 from beam_rl.model.errors import BadInput

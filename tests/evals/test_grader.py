@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
+
 from beam_rl.evals import grader as grader_module
 from beam_rl.evals.answers import extract_answer, integer
 from beam_rl.evals.grader import Grader, Verdict, grade

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+
 from beam_rl.evals.statistics import avg_at_k, maj_at_k, pass_at_k
 
 

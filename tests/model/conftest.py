@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from beam_rl.trainer import cpu
 
 cpu.install()  # before Megatron is imported

@@ -4,11 +4,15 @@ import sys
 from pathlib import Path
 
 import torch
+
 from beam_rl.trainer import cpu
 
 cpu.install()  # before Megatron is imported
 
 import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
 from beam_rl.model.batch import PackedBatch  # noqa: E402
 from beam_rl.model.checkpoint import open_checkpoint  # noqa: E402
 from beam_rl.model.gpt import build_model  # noqa: E402
@@ -16,8 +20,6 @@ from beam_rl.model.names import export_hf, load_hf  # noqa: E402
 from beam_rl.model.transformer_config import transformer_config  # noqa: E402
 from beam_rl.trainer import distributed  # noqa: E402
 from beam_rl.trainer.settings import Parallel  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
 
 LAYOUTS = ("tp ep", "tp etp", "ep", "pp")
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from beam_rl.model.attention import context_index
 from beam_rl.model.cpu_attention import short_attention
-from torch import Tensor
 
 SCALE = 0.25
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from beam_rl.model.checkpoint import HFCheckpoint, open_checkpoint, save_hf
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
 from beam_rl.model.names import export_hf, load_hf
 from beam_rl.model.tensors import hf_tensors, initial_tensors
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 
 @pytest.fixture

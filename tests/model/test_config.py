@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
+
 from beam_rl.model.config import BeamConfig, load_config, register
 from beam_rl.model.errors import BadInput
 from beam_rl.model.transformer_config import transformer_config
-from transformers import AutoConfig
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.checkpoint import HFCheckpoint, save_hf
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.names import load_hf
 from beam_rl.model.tensors import initial_tensors
-from safetensors.torch import save_file
 
 LENGTHS = [9, 14, 1]
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from beam_rl.model import fused, numerics
 from beam_rl.model.rows import spread_rows, take_rows
-from torch import Tensor
 
 
 def route_one(scores: list[float], bias: list[float], topk: int, n_group: int, topk_group: int) -> set[int]:

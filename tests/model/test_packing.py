@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.config import BeamConfig
 

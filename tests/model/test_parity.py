@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from beam_rl.model import numerics
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.checkpoint import HFCheckpoint, open_checkpoint
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.gpt import BeamModel
 from beam_rl.model.names import export_hf, load_hf, pieces
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 CASES = ("tiny", "groups", "long")
 

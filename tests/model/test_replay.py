@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.gpt import BeamModel
-from torch import Tensor
 
 LENGTHS = [9, 14]
 TOKENS = sum(LENGTHS)

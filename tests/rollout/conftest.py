@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.config import load_config
 from beam_rl.rollout.profile import CPU_ENVIRONMENT, PROFILES
 from beam_rl.rollout.score import score
-from safetensors.torch import load_file
-from torch import Tensor
 
 os.environ.update(CPU_ENVIRONMENT)  # before any test imports vLLM
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

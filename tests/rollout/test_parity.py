@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from beam_rl.model.errors import BadInput
-from beam_rl.rollout.score import score
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from beam_rl.model.errors import BadInput
+from beam_rl.rollout.score import score
 
 TOLERANCE = 2e-5
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from beam_rl.rollout import plugin
 from beam_rl.rollout.transfer import BACKEND, ShmTrainer, ShmTrainerInit
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from beam_rl.model.errors import BadInput
 from beam_rl.rollout.profile import check_engine, engine_init_kwargs
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from beam_rl.rollout import receive, transfer
 from beam_rl.rollout.transfer import ShmTrainer, ShmTrainerInit
-from torch import Tensor
 
 Weights = dict[str, Tensor]
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from beam_rl.model.config import load_config
-from beam_rl.trainer.engine import EngineConfig, OptimizerSettings, Sequence, TrainerEngine
 from safetensors.torch import load_file
 from torch import Tensor
+
+from beam_rl.model.config import load_config
+from beam_rl.trainer.engine import EngineConfig, OptimizerSettings, Sequence, TrainerEngine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

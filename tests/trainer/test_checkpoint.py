@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.core import dist_checkpointing
+
 from beam_rl.model.errors import BadInput
 from beam_rl.trainer import checkpoint
 from beam_rl.trainer.engine import OptimizerSettings
-from megatron.core import dist_checkpointing
 
 SETTINGS = OptimizerSettings(lr=1e-3, weight_decay=0.1, warmup_steps=2, schedule="linear", total_steps=8)
 

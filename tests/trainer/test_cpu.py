@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from beam_rl.trainer import cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU module is inert with CUDA")

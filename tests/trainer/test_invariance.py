@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from beam_rl.trainer import distributed
 from beam_rl.trainer import engine as engine_module
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from beam_rl.model.errors import BadInput
 from beam_rl.trainer.engine import EngineConfig, OptimizerSettings, Parallel, TrainerEngine
 from beam_rl.trainer.optimizer import parts

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from beam_rl.model.checkpoint import open_checkpoint
 from beam_rl.model.errors import BadInput
 from beam_rl.trainer.engine import Sequence
 from beam_rl.trainer.score import score
-from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

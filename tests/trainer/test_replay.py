@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from beam_rl.trainer.engine import OptimizerSettings, RoutesError, Sequence
 from beam_rl.trainer.replay import CAPTURE_SETTING, Routing, pack_routes, route_dtype
 from beam_rl.trainer.sequences import pack
