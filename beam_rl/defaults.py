@@ -46,6 +46,12 @@ DAPO: dict[str, Any] = {
 """The published DAPO recipe for a 32B model, in SkyRL's keys."""
 
 CPU: dict[str, Any] = {
-    "generator": {"inference_engine": {"enforce_eager": True, "max_num_seqs": 256}},
+    "generator": {
+        "inference_engine": {
+            "enforce_eager": True,
+            "max_num_seqs": 256,
+            "engine_init_kwargs": {"kv_cache_memory_bytes": 2**28},
+        }
+    },
 }
 """Defaults of `beam.device: cpu`: compiling takes longer than a small run, and routes are captured in eager mode."""

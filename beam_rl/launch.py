@@ -32,7 +32,7 @@ def environment(recipe: Recipe, log_dir: Path) -> dict[str, str]:
     """Variables that all of the run's processes need; values that the user has set win."""
     wanted = dict(QUIET_ENVIRONMENT)
     if recipe.beam.device == "cpu":
-        wanted |= CPU_ENVIRONMENT
+        wanted |= CPU_ENVIRONMENT | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}  # it keeps code for every batch's shape
     wanted["SKYRL_LOG_FILE"] = str(log_dir / "workers.log")  # SkyRL's actors write their output there
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 

@@ -25,7 +25,7 @@ class SingleEngineServer:
 
         arguments = build_vllm_cli_args(recipe.skyrl())
         arguments.disable_uvicorn_access_log = True  # a line a request: a training step has hundreds
-        arguments.middleware = ["beam_rl.direct_route.DirectRoute"]
+        arguments.middleware = ["beam_rl.batched_route.BatchedRoute"]
         self.server = VLLMServerActor(
             arguments, port, distributed_executor_backend="mp", enable_ray_prometheus_stats=False
         )
@@ -53,7 +53,7 @@ class Servers:
 
             client, self.setup = build_new_inference_client(self.recipe.skyrl(), tokenizer)
             return client
-        from beam_rl.client import DirectClient
+        from beam_rl.client import BatchingClient, DirectClient
 
         url = ray.get(self.info).url
         engine = self.recipe.generator.inference_engine
@@ -64,6 +64,7 @@ class Servers:
             enable_return_routed_experts=engine.enable_return_routed_experts,
             data_parallel_size=1,
             tokenizer=tokenizer,
+            _generate_client=BatchingClient(proxy_url=url),
         )
 
     def shutdown(self) -> None:

@@ -6,6 +6,7 @@ first used, in the worker's own process: the driver would spend seconds on modul
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -85,6 +86,12 @@ class EngineWorker(Worker):
 
         values = self.engine.forward_logprobs(sequences_from_batch(data), replay=self.replays(data), masked=True)
         return padded_logprobs(values, data.metadata["response_length"])
+
+    def empty_cache(self) -> None:
+        """Give memory that is free back: CUDA's, or the C library's, which keeps the holes of every batch's shapes."""
+        super().empty_cache()
+        if not torch.cuda.is_available():
+            ctypes.CDLL(None).malloc_trim(0)
 
     def offload_to_cpu(self, offload_optimizer: bool = True, offload_model: bool = True) -> None:
         """Nothing to move without CUDA; sharing a GPU with the rollout is refused when the recipe is read."""
