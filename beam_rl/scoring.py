@@ -65,7 +65,7 @@ def export(run_dir: Path, out: Path | None) -> Path:
     if loaded.beam.tiny is not None:
         from beam_rl import tiny
 
-        start = tiny.prepare(loaded, lambda done, total, note: None)
+        start = tiny.prepare(loaded, lambda done: None)
     else:
         assert loaded.model_path is not None
         start = loaded.model_path

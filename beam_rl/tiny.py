@@ -7,9 +7,9 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
+from functools import partial as bind
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from beam_rl.recipe import Recipe
     from beam_rl.trainer.engine import Sequence, TrainerEngine
 
-Progress = Callable[[int, int, str], None]
-"""Called with (steps done, steps in all, a note)."""
+Progress = Callable[[int], None]
+"""Called with the number of supervised steps done."""
+Dtype = Literal["bfloat16", "float32"]
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>")
 CHARACTERS = ("\\boxed{", "}", *"0123456789", *"+-*=?")
@@ -40,7 +41,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-ARCHITECTURE = {
+ARCHITECTURE: dict[str, Any] = {
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -74,29 +75,36 @@ def prepare(recipe: "Recipe", progress: Progress) -> Path:
     Beside it lie `train.jsonl` and `held_out.jsonl`, rows as SkyRL's PromptDataset reads them. Same settings and seed:
     same folder, bit for bit on one machine. Raises BadInput where the arithmetic task is too small for the settings.
     """
-    settings, seed = recipe.beam.tiny, recipe.trainer.seed
+    settings, folder = recipe.beam.tiny, cache_folder(recipe)
     assert settings is not None
-    dtype = "bfloat16" if recipe.beam.precision == "bf16" else "float32"
-    folder = Path(settings.cache_dir).expanduser() / cache_key(settings, seed, dtype)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
             partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
             try:
-                build(partial, settings, seed, dtype, progress)
+                build(partial, settings, recipe.trainer.seed, dtype_of(recipe), progress)
                 partial.rename(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder / "model"
 
 
-def cache_key(settings: TinySettings, seed: int, dtype: str) -> str:
-    """A name that differs whenever the finished folder would."""
-    what = [__version__, ARCHITECTURE, CHAT_TEMPLATE, settings.model_dump(exclude={"cache_dir"}), seed, dtype]
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+def cache_folder(recipe: "Recipe") -> Path:
+    """Where the recipe's tiny model is kept; its name differs whenever the finished folder would."""
+    settings = recipe.beam.tiny
+    assert settings is not None
+    made_of = settings.model_dump(exclude={"cache_dir"})
+    what = [__version__, ARCHITECTURE, CHAT_TEMPLATE, made_of, recipe.trainer.seed, dtype_of(recipe)]
+    name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(settings.cache_dir).expanduser() / name
 
 
-def build(folder: Path, settings: TinySettings, seed: int, dtype: str, progress: Progress) -> None:
+def dtype_of(recipe: "Recipe") -> Dtype:
+    """The type of the tiny model's weights."""
+    return "bfloat16" if recipe.beam.precision == "bf16" else "float32"
+
+
+def build(folder: Path, settings: TinySettings, seed: int, dtype: Dtype, progress: Progress) -> None:
     """Make the problems, the random model and its tokenizer, warm the model up, write everything below `folder`."""
     split = generate(seed, settings.train_problems, settings.held_out_problems, task(settings))
     write_rows(folder / "train.jsonl", split.train)
@@ -146,7 +154,7 @@ def warm_up(
     problems: list[Problem],
     settings: TinySettings,
     seed: int,
-    dtype: str,
+    dtype: Dtype,
     initial: Path,
     progress: Progress,
 ) -> "TrainerEngine":
@@ -184,9 +192,9 @@ def warm_up(
         drawn = draw(two, three, settings, rng)
         batch = [example(problem, rng, settings.slip_share, encoder) for problem in drawn]
         tokens = sum(float(sequence.loss_mask.sum()) for sequence in batch)
-        metrics = engine.forward_backward(batch, partial(negative_likelihood, tokens=tokens), replay=False)
+        engine.forward_backward(batch, bind(negative_likelihood, tokens=tokens), replay=False)
         engine.optimizer_step()
-        progress(step, steps, f"loss {metrics['loss']:.3f}")
+        progress(step)
     return engine
 
 

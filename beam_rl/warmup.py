@@ -3,7 +3,6 @@
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from beam_rl.console import Console
 from beam_rl.model.errors import BadInput
@@ -14,11 +13,7 @@ def cached(recipe: Recipe) -> bool:
     """Whether the tiny model of this recipe is made already."""
     from beam_rl import tiny
 
-    settings = recipe.beam.tiny
-    if settings is None:
-        return False
-    dtype = "bfloat16" if recipe.beam.precision == "bf16" else "float32"
-    return (Path(settings.cache_dir).expanduser() / tiny.cache_key(settings, recipe.trainer.seed, dtype)).is_dir()
+    return recipe.beam.tiny is not None and tiny.cache_folder(recipe).is_dir()
 
 
 def prepare_tiny(recipe: Recipe, console: Console) -> Recipe:
@@ -45,7 +40,7 @@ def prepare_tiny(recipe: Recipe, console: Console) -> Recipe:
             child.join()
             if child.exitcode:
                 raise RuntimeError(f"the warm-up process ended with exit code {child.exitcode}")
-    model = tiny.prepare(recipe, lambda done, total, note: None)
+    model = tiny.prepare(recipe, lambda done: None)
     return recipe.with_values(
         trainer__policy__model__path=str(model),
         data__train_data=[str(model.parent / "train.jsonl")],
@@ -58,6 +53,6 @@ def make_tiny(recipe: Recipe, progress: Connection) -> None:
     from beam_rl import tiny
 
     try:
-        tiny.prepare(recipe, lambda done, total, note: progress.send(done))
+        tiny.prepare(recipe, progress.send)
     except BadInput as error:
         progress.send(error)

@@ -6,7 +6,7 @@ Layouts: hidden states are [tokens, hidden], all running requests packed along `
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -244,7 +244,7 @@ class BeamForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config: BeamConfig = vllm_config.model_config.hf_config
+        config = cast(BeamConfig, vllm_config.model_config.hf_config)
         self.config = config
         self.model = BeamModel(config, vllm_config.cache_config, maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))

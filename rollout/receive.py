@@ -7,7 +7,7 @@ so the file is checked before the model is touched, and refusing it leaves the e
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from beam_rl.model.config import BeamConfig
 from beam_rl.model.tensors import hf_tensors
 
 
@@ -52,7 +53,7 @@ class ShmReceiver(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             ValueError: tensors are missing, unknown or of another shape; names them. The model is untouched.
         """
         with safe_open(update_info.path, "pt") as file:
-            _check(file, hf_tensors(self.model_config.hf_config))
+            _check(file, hf_tensors(cast(BeamConfig, self.model_config.hf_config)))
             if self.device.type == "cpu":
                 drop_expert_kernels(self.model)
             with torch.device(self.device):

@@ -211,7 +211,7 @@ class TrainerEngine:
         *,
         backward: bool = False,
     ) -> list[Any]:
-        """Megatron's schedule over micro batches; `finish` turns the last stage's logits [local, V / tp] into outputs.
+        """Megatron's schedule over micro batches; `finish` turns the last stage's logits [K, V / tp] into outputs.
 
         Returns the outputs on the last pipeline stage, and nothing on the others.
         """
@@ -220,9 +220,7 @@ class TrainerEngine:
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
             with cpu.without_mode():
-                output = model(
-                    input_ids=batch.tokens, position_ids=None, attention_mask=None, packed_seq_params=batch.batch
-                )
+                output = model(batch.tokens, packed_seq_params=batch.batch, logit_rows=batch.rows)
             return output, partial(finish_step, batch)
 
         def finish_step(batch: MicroBatch, output: Tensor, non_loss_data: bool = False) -> Any:
@@ -250,7 +248,6 @@ class TrainerEngine:
         self, batch: MicroBatch, logits: Tensor, loss_fn: LossFn, entropy: bool
     ) -> tuple[Tensor, Tensor, dict[str, Tensor | float]]:
         """Megatron's triple of loss, token count and outputs; a count of 0 keeps it from dividing the gradients."""
-        logits = logits.index_select(0, batch.rows)
         logprobs = token_logprobs(logits, batch.targets, self.config.temperature)
         spread = entropies(logits, self.config.temperature) if entropy else None
         loss, metrics = loss_fn(logprobs, batch.fields, batch.loss_mask, spread)

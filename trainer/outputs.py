@@ -52,8 +52,7 @@ class Scores:
 
 
 def score_rows(batch: MicroBatch, logits: Tensor, temperature: float, entropy: bool) -> Tensor:
-    """Log-probabilities, and entropies if wanted, of the wanted rows of logits [local, V / tp]: float32 [1 or 2, K]."""
-    logits = logits.index_select(0, batch.rows)
+    """Log-probabilities, and entropies if wanted, from the wanted rows' logits [K, V / tp]: float32 [1 or 2, K]."""
     logprobs = token_logprobs(logits, batch.targets, temperature)
     return torch.stack((logprobs, entropies(logits, temperature)) if entropy else (logprobs,))
 

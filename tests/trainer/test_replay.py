@@ -174,9 +174,7 @@ def test_two_micro_batches_in_flight_keep_their_own_routes(recompute, engine_for
     losses = []
     for members in ([0, 1, 2], [3, 4, 5, 6]):
         batch = pack(foreign, members, routing=ROUTING)
-        logits = engine.chunks[0](
-            input_ids=batch.tokens, position_ids=None, attention_mask=None, packed_seq_params=batch.batch
-        )
+        logits = engine.chunks[0](batch.tokens, packed_seq_params=batch.batch, logit_rows=batch.rows)
         losses.append(engine._loss(batch, logits[0], weighted_loss, False)[0])
     for loss in losses:
         loss.backward()
