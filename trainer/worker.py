@@ -7,7 +7,6 @@ first used, in the worker's own process: the driver would spend seconds on modul
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -46,8 +45,6 @@ class EngineWorker(Worker):
             engine,  # noqa: F401 (first: it prepares Megatron for machines without CUDA)
         )
 
-        if not torch.cuda.is_available():
-            torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets 1; the rollout idles while training runs
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group(
                 backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
