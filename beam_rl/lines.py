@@ -19,7 +19,7 @@ class Opening:
     facts: Sequence[tuple[str, str]]
     """Label and text of what a reader should know: model, task, algorithm, precision, run folder."""
     phases: Sequence[tuple[str, float]]
-    """The phases to come, in order, with their expected seconds (0: not worth mentioning)."""
+    """The phases to come, in order, with their expected seconds (0: short, or not known)."""
 
 
 def duration(seconds: float) -> str:
@@ -35,8 +35,11 @@ def duration(seconds: float) -> str:
 def opening_lines(opening: Opening) -> list[Text]:
     """Title, facts and plan, with the expected time of each phase and of all together."""
     plan = ", ".join(f"{name} ({duration(seconds)})" if seconds else name for name, seconds in opening.phases)
-    total = f"about {duration(sum(seconds for _, seconds in opening.phases))}"
-    return [Text(opening.title, style="bold"), *_rows([*opening.facts, ("plan", plan), ("in all", total)])]
+    total = sum(seconds for _, seconds in opening.phases)
+    rows = [*opening.facts, ("plan", plan)]
+    if total:
+        rows.append(("in all", f"about {duration(total)}"))
+    return [Text(opening.title, style="bold"), *_rows(rows)]
 
 
 def step_line(record: Mapping[str, Any], steps: int) -> Text:
