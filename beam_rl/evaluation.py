@@ -10,6 +10,7 @@ from skyrl.train.generators.utils import prepare_generator_input
 from beam_rl.evals.statistics import avg_at_k, pass_at_k
 from beam_rl.problems import Problems
 from beam_rl.recipe import Recipe
+from beam_rl.rollouts import whole_distribution
 
 
 async def evaluate(recipe: Recipe, problems: Problems, generator: GeneratorInterface, step: int) -> dict[str, Any]:
@@ -23,7 +24,7 @@ async def evaluate(recipe: Recipe, problems: Problems, generator: GeneratorInter
     inputs, _ = prepare_generator_input(
         problems.collate_fn([problems[index] for index in range(len(problems))]),
         samples,
-        get_sampling_params_for_backend(engine.backend, recipe.generator.eval_sampling_params),
+        whole_distribution(get_sampling_params_for_backend(engine.backend, recipe.generator.eval_sampling_params)),
         recipe.environment.env_class,
         "eval",
         step,

@@ -48,6 +48,15 @@ class RolloutStats:
         }
 
 
+def whole_distribution(sampling_params: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters under which the first token may be the end of the response.
+
+    SkyRL forbids that (min_tokens=1), so the rollout's log-prob of every first token lacks the end's share, which the
+    trainer's has. A response is never empty anyway: it ends with its end token.
+    """
+    return sampling_params | {"min_tokens": 0}
+
+
 def rewards(output: GeneratorOutput) -> list[float]:
     """Reward of every response: SkyRL's environments give it a response, or a token."""
     return [float(sum(reward) if isinstance(reward, list) else reward) for reward in output["rewards"]]

@@ -19,7 +19,7 @@ from beam_rl.dapo import DynamicSampling, Selection, overlong_penalty
 from beam_rl.evaluation import evaluate
 from beam_rl.problems import Problems, ProblemStream
 from beam_rl.recipe import Recipe
-from beam_rl.rollouts import RolloutStats, accuracies, indices_of, rewards, split_groups
+from beam_rl.rollouts import RolloutStats, accuracies, indices_of, rewards, split_groups, whole_distribution
 from beam_rl.trainer.worker import WITHOUT_REPLAY
 
 Advance = Callable[[int], None]
@@ -83,6 +83,7 @@ class BeamTrainer(RayPPOTrainer):
         """SkyRL's generation, then: unusable tokens out of the loss, the overlong penalty into the rewards."""
         if self.sampling is None:
             self.observer.step_started(self.global_step)
+        input_batch["sampling_params"] = whole_distribution(input_batch["sampling_params"] or {})
         output = await super().generate(input_batch)
         if output.get("rollout_logprobs") is not None:
             self.stats.dropped_tokens += gap.drop_nonfinite(output["rollout_logprobs"], output["loss_masks"])

@@ -98,7 +98,7 @@ def test_a_run_that_is_killed_leaves_nothing_and_goes_on_where_it_was(
     assert [line["step"] for line in records if line["kind"] == "resume"] == [latest]
     assert all(line["updates"] == 2 and line["grad_norm"] > 0 for line in done)
     assert all(line["gap_mean"] is not None and line["gap_mean_no_r3"] is not None for line in done)
-    assert max(line["gap_max"] for line in done) < 1e-3, "the rollout must run on the trainer's weights at every step"
+    assert max(line["gap_max"] for line in done) < 1e-4, "the rollout must run on the trainer's weights at every step"
 
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["updates"]) == (4, 8)
