@@ -91,6 +91,9 @@ def train_command(options: argparse.Namespace) -> int:
 
 
 def score_command(options: argparse.Namespace) -> int:
+    for option, path in (("MODEL", options.model / "config.json"), ("--tokens", options.tokens)):
+        if not path.is_file():
+            raise BadInput(f"{option}: {path}: no such file.")
     from beam_rl import scoring
 
     scoring.score(options.model, options.tokens, options.side, options.dtype, options.replay, options.out)
@@ -107,6 +110,8 @@ def report_command(options: argparse.Namespace) -> int:
 
 
 def export_command(options: argparse.Namespace) -> int:
+    if not (options.folder / "recipe.yaml").is_file():
+        raise BadInput(f"{options.folder}: not a run folder (it has no recipe.yaml).")
     from beam_rl import scoring
 
     print(scoring.export(options.folder, options.out))

@@ -30,6 +30,9 @@ def score(
     if not out.absolute().parent.is_dir():
         raise BadInput(f"--out {out}: the folder does not exist.")
     routes = read(replay, "--replay") if replay is not None else None
+    from beam_rl.model.checkpoint import open_checkpoint
+
+    open_checkpoint(model)  # before the side's own imports, which take longer
     if side == "trainer":
         from beam_rl.trainer.score import score as run
     else:
@@ -54,10 +57,8 @@ def read(path: Path, option: str) -> dict[str, Tensor]:
 def export(run_dir: Path, out: Path | None) -> Path:
     """Write a run's last checkpoint as a Hugging Face checkpoint, by default to `RUN/export`; returns the folder.
 
-    Raises BadInput: not a run, or no checkpoint in it.
+    Raises BadInput: the run has no checkpoint.
     """
-    if not (run_dir / "recipe.yaml").is_file():
-        raise BadInput(f"{run_dir}: not a run folder (it has no recipe.yaml).")
     found = checkpoints.latest(run_dir / "checkpoints")
     if found is None:
         raise BadInput(f"{run_dir}: has no finished checkpoint to export.")
