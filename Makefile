@@ -3,6 +3,7 @@
 # make setup         install the locked stack into .venv (STACK=gpu for the CUDA stack)
 # make lint          ruff and mypy
 # make bench         time and memory of the quickstart, phase by phase
+# make parity        both sides against transformers' own Beam
 # make lock          resolve requirements/{cpu,gpu}.txt anew
 # make clean         remove what the other targets made, but not the runs
 
@@ -12,7 +13,7 @@ STACK ?= cpu
 BIN := .venv/bin
 SOURCES := $(shell find beam_rl model trainer rollout evals -name '*.py' -o -name py.typed) pyproject.toml README.md
 
-.PHONY: help quickstart test setup lint bench lock clean
+.PHONY: help quickstart test setup lint bench parity lock clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -37,6 +38,9 @@ bench: setup
 	$(BIN)/python tests/benchmarks/quickstart.py
 
 COMPILE := pip compile -q pyproject.toml --group dev --python-version 3.12 --generate-hashes --no-emit-index-url --no-annotate --no-header
+parity: setup
+	$(BIN)/python tests/benchmarks/parity.py
+
 lock: setup
 	$(BIN)/uv $(COMPILE) --extra cpu --overrides requirements/cpu.overrides.txt -o requirements/cpu.txt
 	$(BIN)/uv $(COMPILE) --extra gpu -o requirements/gpu.txt
