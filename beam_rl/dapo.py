@@ -7,6 +7,9 @@ from typing import Literal
 
 from beam_rl.settings import OverlongSettings
 
+OVERSAMPLING = 3
+"""Most groups to generate at once, as a multiple of a full batch: the published 1,536 prompts for 512."""
+
 
 def overlong_penalty(length: int, limit: int, settings: OverlongSettings | None) -> float:
     """What a response of `length` tokens loses: 0 up to limit - buffer, then linearly down to -factor at the limit.
@@ -54,6 +57,8 @@ class DynamicSampling:
     """Generated batches after which the step goes on with what there is."""
     on_exhausted: Literal["pad", "train_short", "skip"]
     stride: int = 1
+    expected: float = 1.0
+    """Share of informative groups to expect before any group is there."""
     batches: int = 0
     signal: list[str] = field(default_factory=list)
     """Informative groups so far, in the order they were generated."""
@@ -90,15 +95,17 @@ class DynamicSampling:
         return Selection(kept, updates, note + f"trained on {len(kept)} in {updates} mini-batches")
 
     def next_size(self) -> int:
-        """Groups worth generating next: the missing ones by the share that was informative so far, at most a batch."""
+        """Groups worth generating next: the missing ones by the share that is informative, and a tenth more."""
         seen = len(self.signal) + len(self.silent)
-        missing = self.wanted - len(self.signal)
-        if seen == 0 or missing <= 0:
-            return self.wanted
-        share = max(len(self.signal) / seen, 0.1)
-        size = math.ceil(1.1 * missing / share)
-        size = math.ceil(size / self.stride) * self.stride
-        return min(size, self.wanted)
+        missing = max(self.wanted - len(self.signal), 1)
+        share = len(self.signal) / seen if seen else self.expected
+        size = missing if share == 1 else math.ceil(1.1 * missing / max(share, 1 / OVERSAMPLING))
+        size = min(size, OVERSAMPLING * self.wanted)
+        return math.ceil(size / self.stride) * self.stride
+
+    def share(self) -> float:
+        """Share of the generated groups that were informative: what the next step may expect."""
+        return len(self.signal) / (len(self.signal) + len(self.silent))
 
 
 def short_split(groups: int, updates: int, stride: int) -> tuple[int, int]:

@@ -53,6 +53,8 @@ class BeamTrainer(RayPPOTrainer):
         self.stats = RolloutStats()
         self.selection: Selection | None = None
         self.sampling: DynamicSampling | None = None
+        self.informative_share = 1.0
+        """Share of informative groups in the last step: the next one generates accordingly more."""
         self.signal: list[str] = []
         self.silent: list[str] = []
         """The last generated batch's groups with a learning signal, and without."""
@@ -60,6 +62,12 @@ class BeamTrainer(RayPPOTrainer):
         self.gap: gap.Gap | None = None
         self.gap_without_r3: float | None = None
         self.updates = 0
+        self.recorded = 0
+        """The last step whose record the observer has."""
+        self.unpublished: dict[str, Any] | None = None
+        """The driver's state of a saved policy whose step has no record yet."""
+        self.published = 0
+        """The step of the latest whole checkpoint."""
         super().__init__(**arguments)
 
     # Data
@@ -117,8 +125,9 @@ class BeamTrainer(RayPPOTrainer):
         if selection.note is not None:
             self.observer.note(f"step {self.global_step}: {selection.note}")
         chosen = indices_of(uids, selection.groups)
+        self.informative_share = self.sampling.share()
         self.selection, self.sampling, self.collected = selection, None, None
-        self.stream.wanted = self.recipe.trainer.train_batch_size
+        self.stream.wanted = self.new_sampling().next_size()
         return slice_generator_output(generator_output, chosen), [uids[index] for index in chosen], False
 
     def new_sampling(self) -> DynamicSampling:
@@ -131,6 +140,7 @@ class BeamTrainer(RayPPOTrainer):
             max_batches=trainer.algorithm.dynamic_sampling.max_sample_batches,
             on_exhausted=sampling.on_exhausted,
             stride=ranks // math.gcd(ranks, samples),
+            expected=self.informative_share,
         )
 
     # Training
@@ -213,6 +223,8 @@ class BeamTrainer(RayPPOTrainer):
             self.stats, self.selection = RolloutStats(), None
             fields["logs"].update({f"beam/{key}": value for key, value in record.items() if is_number(value)})
             self.observer.step(record)
+            self.recorded = self.global_step
+            self.publish_checkpoint()
 
     def step_record(self, logs: dict[str, Any]) -> dict[str, Any]:
         """The "step" record of `metrics.jsonl`, from what SkyRL logged and what was counted here."""
@@ -249,11 +261,32 @@ class BeamTrainer(RayPPOTrainer):
     # Checkpoints
 
     def save_checkpoints(self) -> str:
-        """Policy first, then the driver's state, then the pointer to both."""
+        """The policy now; the driver's state and the pointer to both once the step's record is written.
+
+        SkyRL saves before it evaluates and logs: a pointer set here would, after a kill, resume beyond those.
+        """
         root = Path(self.cfg.trainer.ckpt_path)
-        self.dispatch.save_checkpoint("policy", str(checkpoints.folder(root, self.global_step) / "policy"))
-        state = {"step": self.global_step, "stream": self.stream.state_dict(), "gap_over": self.monitor.over}
-        return str(checkpoints.publish(root, self.global_step, state, self.cfg.trainer.max_ckpts_to_keep))
+        where = checkpoints.folder(root, self.global_step)
+        if self.global_step == self.published:
+            return str(where)  # resumed with no step left; SkyRL saves at the end all the same
+        self.dispatch.save_checkpoint("policy", str(where / "policy"))
+        state = {
+            "step": self.global_step,
+            "stream": self.stream.state_dict(),
+            "gap_over": self.monitor.over,
+            "informative_share": self.informative_share,
+        }
+        self.unpublished = state
+        self.publish_checkpoint()  # SkyRL's checkpoint after its loop: the record is there already
+        return str(where)
+
+    def publish_checkpoint(self) -> None:
+        """Make a saved policy the latest checkpoint, if its step is recorded."""
+        if self.unpublished is None or self.recorded != self.global_step:
+            return
+        trainer = self.cfg.trainer
+        checkpoints.publish(Path(trainer.ckpt_path), self.global_step, self.unpublished, trainer.max_ckpts_to_keep)
+        self.unpublished, self.published = None, self.global_step
 
     def load_checkpoints(self) -> tuple[int, str | None]:
         """Go on from the last whole checkpoint: its weights reach the rollout before the first sample is drawn."""
@@ -267,8 +300,12 @@ class BeamTrainer(RayPPOTrainer):
         self.dispatch.load_checkpoint("policy", str(path / "policy"))
         self.stream.load_state_dict(state["stream"])
         self.monitor.over = state["gap_over"]
+        self.informative_share = state["informative_share"]
+        if self.recipe.trainer.algorithm.dynamic_sampling.type is not None:
+            self.stream.wanted = self.new_sampling().next_size()
         self.cfg.trainer.eval_before_train = False  # the evaluation before training is in metrics.jsonl already
         self.observer.resumed(step)
+        self.recorded = self.published = step
         return step, str(path)
 
 

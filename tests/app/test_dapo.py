@@ -87,7 +87,7 @@ def test_every_batch_divides_by_mini_batches_and_ranks(mode: str, ranks_stride: 
         while selection is None:
             size = sampling.next_size()
             assert size % ranks_stride == 0
-            assert 0 < size <= sampling.wanted
+            assert 0 < size <= 3 * sampling.wanted + ranks_stride
             signal = random.randint(0, size // 2)
             names = [str(next(counter)) for _ in range(size)]
             selection = sampling.add(names[:signal], names[signal:])
@@ -108,3 +108,12 @@ def test_a_refill_asks_for_what_is_missing_not_for_a_whole_batch() -> None:
     assert sampling.next_size() == 32
     sampling.add([str(i) for i in range(24)], [f"silent{i}" for i in range(8)])
     assert sampling.next_size() == 12  # 8 missing, three quarters are informative, a tenth more
+
+
+def test_a_step_generates_more_when_few_groups_were_informative_but_never_without_bound() -> None:
+    """One large batch costs less than a small one and two refills; DAPO generates 1,536 prompts for 512."""
+    sizes = {
+        share: DynamicSampling(wanted=32, updates=2, max_batches=9, on_exhausted="pad", expected=share).next_size()
+        for share in (1.0, 0.5, 0.0)
+    }
+    assert sizes == {1.0: 32, 0.5: 71, 0.0: 96}
