@@ -17,8 +17,9 @@ from pathlib import Path
 
 VARIABLE = "BEAM_RL_RUN"
 SHARED_MEMORY = Path("/dev/shm")
-PREFIXES = ("psm_", "sem.", "torch_", "beam-weights-")
-"""Shared memory of multiprocessing, torch and the weight transfer; removed when no living process has it mapped."""
+PREFIXES = ("psm_", "sem.", "torch_")
+"""Shared memory of multiprocessing and torch, whose names tell nothing of the run: removed when no living process has
+it mapped. Files of the weight transfer carry the marker; unmapped ones without it may be another run's, in flight."""
 
 
 def main() -> None:

@@ -86,6 +86,15 @@ def test_no_process_shared_memory_or_temporary_file_is_left(tmp_path: Path, how:
     assert (tmp_path / "logs" / "ray" / "raylet.out").read_text() == "log"
 
 
+def test_another_runs_weights_in_flight_are_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the write and the engine's mapping of it, nobody holds a file of weights."""
+    for name in ("beam-weights-host-mine-1-1.safetensors", "beam-weights-host-other-1-1.safetensors", "psm_left"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(watchdog, "SHARED_MEMORY", tmp_path)
+    watchdog.clean_shared_memory("mine", started=0.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["beam-weights-host-other-1-1.safetensors"]
+
+
 def test_another_runs_processes_are_not_touched(tmp_path: Path) -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"], env=os.environ | {watchdog.VARIABLE: "another"}
