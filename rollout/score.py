@@ -79,8 +79,10 @@ def score(
 
 
 def _check_tokens(input_ids: Tensor, config: BeamConfig) -> None:
-    if input_ids.dim() != 2 or input_ids.shape[1] < 2 or input_ids.dtype.is_floating_point:
-        raise BadInput(f"input_ids are {input_ids.dtype} {list(input_ids.shape)}: expected integers [B, S] with S >= 2")
+    if input_ids.dim() != 2 or min(len(input_ids), input_ids.shape[1] - 1) < 1 or input_ids.dtype.is_floating_point:
+        raise BadInput(
+            f"input_ids are {input_ids.dtype} {list(input_ids.shape)}: expected integers [B, S] with B >= 1 and S >= 2"
+        )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= config.vocab_size:
         raise BadInput(f"input_ids reach from {low} to {high}, vocab_size is {config.vocab_size}")

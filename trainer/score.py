@@ -36,8 +36,10 @@ def score(
         BadInput: input_ids or routes that the model cannot take; what `load_config` and loading raise.
     """
     hf = load_config(model)
-    if input_ids.dim() != 2 or input_ids.shape[1] < 2 or input_ids.dtype.is_floating_point:
-        raise BadInput(f"input_ids are {input_ids.dtype} {list(input_ids.shape)}: expected integers [B, S] with S >= 2")
+    if input_ids.dim() != 2 or min(len(input_ids), input_ids.shape[1] - 1) < 1 or input_ids.dtype.is_floating_point:
+        raise BadInput(
+            f"input_ids are {input_ids.dtype} {list(input_ids.shape)}: expected integers [B, S] with B >= 1 and S >= 2"
+        )
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= hf.vocab_size:
         raise BadInput(
             f"input_ids reach from {int(input_ids.min())} to {int(input_ids.max())}, vocab_size is {hf.vocab_size}"

@@ -74,8 +74,9 @@ def test_bad_input_is_refused_before_an_engine_starts(golden: Golden, tmp_path: 
         score(golden("tiny"), ids, replay={})
     with pytest.raises(BadInput, match="vocab_size"):
         score(golden("tiny"), ids + 250)
-    with pytest.raises(BadInput, match="expected integers"):
-        score(golden("tiny"), ids[0])
+    for wrong in (ids[0], ids[:0], ids[:, :1]):
+        with pytest.raises(BadInput, match="expected integers"):
+            score(golden("tiny"), wrong)
     with pytest.raises(BadInput, match="at most 4095"):
         score(golden("tiny"), torch.ones(1, 4096, dtype=torch.int64))
     with pytest.raises(BadInput, match=r"config\.json"):

@@ -66,6 +66,7 @@ def test_export_gives_back_the_loaded_weights(dtype, engine_for, golden):
     ("change", "said"),
     [
         (lambda ids: ids[0], "expected integers"),
+        (lambda ids: ids[:0], "expected integers"),
         (lambda ids: ids.float(), "expected integers"),
         (lambda ids: ids + 256, "vocab_size"),
     ],
