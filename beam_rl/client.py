@@ -58,12 +58,15 @@ class BatchingClient(RemoteGenerateClient):
         requests: Any = [request for request, _ in batch]
         try:
             body = await super()._post(f"{self.proxy_url}{PATH}", requests, packed_side_channels=True)
+            responses = body["responses"]
+            if len(responses) != len(batch):
+                raise RuntimeError(f"the engine answered {len(batch)} generations with {len(responses)} responses")
         except Exception as error:
             for _, answer in batch:
                 if not answer.done():
                     answer.set_exception(error)
             return
-        for (_, answer), response in zip(batch, body["responses"], strict=True):
+        for (_, answer), response in zip(batch, responses, strict=True):
             if not answer.done():  # its caller may have been cancelled
                 answer.set_result(response)
 

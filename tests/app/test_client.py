@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request, Response
+from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteGenerateClient
 from starlette.testclient import TestClient
 
 from beam_rl.batched_route import PATH, BatchedRoute
@@ -56,6 +57,19 @@ def test_what_is_asked_at_once_goes_out_together() -> None:
         return answers
 
     assert asyncio.run(ask()) == [{"echo": i} for i in range(BATCH + 3)]
+
+
+def test_every_caller_hears_of_a_reply_of_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def short(*_: Any, **__: Any) -> dict[str, Any]:
+        return {"responses": [{}]}
+
+    async def ask() -> list[Any]:
+        monkeypatch.setattr(RemoteGenerateClient, "_post", short)
+        client = BatchingClient(proxy_url="http://engine")
+        asked = (client._post("http://engine/skyrl/v1/generate", {"i": i}) for i in range(3))
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), timeout=10)
+
+    assert ["3 generations with 1" in str(answer) for answer in asyncio.run(ask())] == [True] * 3
 
 
 def test_every_caller_hears_of_a_failed_request() -> None:
