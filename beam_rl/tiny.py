@@ -15,6 +15,7 @@ from filelock import FileLock
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from beam_rl import __version__
+from beam_rl.evals import arithmetic
 from beam_rl.evals.arithmetic import ArithmeticSpec, Problem, generate, parse, solution, write_rows
 from beam_rl.settings import TinySettings
 
@@ -79,6 +80,8 @@ def prepare(recipe: "Recipe", progress: Progress) -> Path:
     assert settings is not None
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
+        for stale in folder.parent.glob(f"{folder.name}.*.partial"):  # of a warm-up that was killed
+            shutil.rmtree(stale)
         if not folder.is_dir():
             partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
             try:
@@ -94,7 +97,8 @@ def cache_folder(recipe: "Recipe") -> Path:
     settings = recipe.beam.tiny
     assert settings is not None
     made_of = settings.model_dump(exclude={"cache_dir"})
-    what = [__version__, ARCHITECTURE, CHAT_TEMPLATE, made_of, recipe.trainer.seed, dtype_of(recipe)]
+    makers = [Path(file).read_text(encoding="utf-8") for file in (__file__, arithmetic.__file__)]
+    what = [__version__, makers, made_of, recipe.trainer.seed, dtype_of(recipe)]
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
     return Path(settings.cache_dir).expanduser() / name
 

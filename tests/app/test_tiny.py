@@ -72,3 +72,20 @@ def test_a_failed_warm_up_leaves_nothing_in_the_cache(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         tiny.prepare(small(tmp_path, "cache"), stop)
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_what_a_killed_warm_up_left_is_removed(tmp_path: Path):
+    folder = tiny.cache_folder(small(tmp_path, "cache"))
+    stale = folder.with_name(f"{folder.name}.1.partial")
+    stale.mkdir(parents=True)
+    (folder / "model").mkdir(parents=True)  # a finished one, from which nothing is read here
+    assert tiny.prepare(small(tmp_path, "cache"), lambda done: None) == folder / "model"
+    assert not stale.exists()
+
+
+def test_another_maker_has_another_place_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A changed slip, template or optimizer would otherwise be served the old model."""
+    before = tiny.cache_folder(small(tmp_path, "cache"))
+    (tmp_path / "tiny.py").write_text(Path(tiny.__file__).read_text() + "# changed")
+    monkeypatch.setattr(tiny, "__file__", str(tmp_path / "tiny.py"))
+    assert tiny.cache_folder(small(tmp_path, "cache")) != before
