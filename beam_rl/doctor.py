@@ -17,6 +17,8 @@ LOCKED = {
     "vllm-router": "0.1.14",
 }
 """Versions whose internals this project builds on."""
+PLUGINS = {"vllm.general_plugins": "beam_rl", "vllm.platform_plugins": "beam_rl_cpu"}
+"""Entry points by group. Both are always installed; the platform's does nothing where vLLM has a GPU."""
 MEMORY_GIB = 8
 SHARED_MEMORY_GIB = 1
 
@@ -65,8 +67,9 @@ def engine() -> tuple[bool, str]:
 
 
 def plugins() -> tuple[bool, str]:
-    found = {point.name for group in ("vllm.general_plugins",) for point in entry_points(group=group)}
-    return "beam_rl" in found, "vLLM plugin: " + ("registered" if "beam_rl" in found else "missing; reinstall beam-rl")
+    missing = [name for group, name in PLUGINS.items() if name not in entry_points(group=group).names]
+    state = f"{', '.join(missing)} missing; reinstall beam-rl" if missing else "registered"
+    return not missing, f"vLLM plugins: {state}"
 
 
 def accelerator() -> tuple[bool, str]:
