@@ -10,7 +10,7 @@ from skyrl.train.generators.utils import prepare_generator_input
 from beam_rl.evals.statistics import avg_at_k, pass_at_k
 from beam_rl.problems import Problems
 from beam_rl.recipe import Recipe
-from beam_rl.rollouts import whole_distribution
+from beam_rl.rollouts import accuracies, whole_distribution
 
 
 async def evaluate(recipe: Recipe, problems: Problems, generator: GeneratorInterface, step: int) -> dict[str, Any]:
@@ -30,9 +30,7 @@ async def evaluate(recipe: Recipe, problems: Problems, generator: GeneratorInter
         step,
     )
     output = await generator.generate(inputs)
-    metrics = output["env_metrics"]
-    assert metrics is not None
-    correct = [bool(row["accuracy"]) for row in metrics]
+    correct = [accuracy > 0 for accuracy in accuracies(output)]
     matrix = [correct[row : row + samples] for row in range(0, len(correct), samples)]  # [problems, samples]
     mean, error = avg_at_k(matrix)
     stops = output["stop_reasons"] or []
@@ -44,7 +42,7 @@ async def evaluate(recipe: Recipe, problems: Problems, generator: GeneratorInter
         "se": error,
         "pass8": pass_at_k(matrix),
         "truncated_share": share(reason == "length" for reason in stops),
-        "no_answer_share": share(bool(row.get("no_answer")) for row in metrics),
+        "no_answer_share": share(bool(row.get("no_answer")) for row in output["env_metrics"] or []),
         "problems": len(matrix),
         "samples": samples,
         "seconds": time.time() - start,
