@@ -1,5 +1,6 @@
 """`beam-rl score` and `beam-rl export`: one model in one process, without Ray."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -75,11 +76,13 @@ def export(run_dir: Path, out: Path | None) -> Path:
         from beam_rl.model.checkpoint import save_hf
         from beam_rl.model.config import load_config
         from beam_rl.trainer.engine import TrainerEngine
+        from beam_rl.trainer.settings import Parallel
         from beam_rl.trainer.skyrl_settings import engine_config, optimizer_settings
 
         hf = load_config(start)
         optimizer = optimizer_settings(loaded.trainer, loaded.steps * loaded.updates_per_step)
-        engine = TrainerEngine(engine_config(loaded.trainer, optimizer, recompute=False))
+        config = engine_config(loaded.trainer, optimizer, recompute=False)
+        engine = TrainerEngine(replace(config, parallel=Parallel()))  # one process reads checkpoints of any layout
         engine.build(hf)
         engine.load(checkpoints.folder(run_dir / "checkpoints", found[0]) / "policy")
         save_hf(folder, hf, engine.export(), copy_from=start)
