@@ -41,8 +41,9 @@ class SamplingSettings(Section):
     """What dynamic sampling does when `trainer.algorithm.dynamic_sampling.max_sample_batches` is used up."""
 
     on_exhausted: Literal["pad", "train_short", "skip"] = "pad"
-    """`pad`: fill the batch with groups without signal (advantage 0; they count in the token mean). `train_short`:
-    train on the informative groups alone, in as many equal mini-batches as they allow. `skip`: no update."""
+    """`pad`: fill the batch with groups all right or all wrong. Their tokens count in the token mean, and where their
+    overlong penalties differ those alone make advantages, normalised like any others. `train_short`: train on the
+    informative groups alone, in as many equal mini-batches as they allow. `skip`: no update."""
     accuracy_tolerance: float = Field(default=1e-6, ge=0)
     """A group is informative when its best and worst accuracy differ by more than this (float noise is not signal)."""
 
