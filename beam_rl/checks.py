@@ -3,6 +3,7 @@
 All functions raise BadInput and change nothing; `inputs` returns what it had to read anyway.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from typing import Any
 
 from beam_rl import checkpoints
 from beam_rl.model.errors import BadInput
-from beam_rl.problems import Problems, load_problems
+from beam_rl.problems import Problems, known_environments, load_problems
 from beam_rl.recipe import Recipe
 
 
@@ -31,6 +32,7 @@ def settings(recipe: Recipe) -> None:
             trainer.algorithm.dynamic_sampling.max_sample_batches
         ),
         "generator.sampling_params.max_generate_length": generator.sampling_params.max_generate_length,
+        "generator.eval_sampling_params.max_generate_length": held_out_sampling(recipe).max_generate_length,
         "generator.sampling_params.temperature": generator.sampling_params.temperature,
         "generator.eval_n_samples_per_prompt": generator.eval_n_samples_per_prompt,
         "trainer.placement.policy_num_nodes": trainer.placement.policy_num_nodes,
@@ -38,17 +40,25 @@ def settings(recipe: Recipe) -> None:
         "generator.inference_engine.num_engines": generator.inference_engine.num_engines,
     }
     for key, value in positive.items():
-        if value is None or value <= 0:
-            raise BadInput(f"{key}={value}: must be above 0.")
+        if value is None or not 0 < value < math.inf:
+            raise BadInput(f"{key}={value}: must be above 0, and finite.")
     if generator.n_samples_per_prompt < 2:
         raise BadInput(
             f"generator.n_samples_per_prompt={generator.n_samples_per_prompt}: a group of one has no advantage "
             "(group-normalised rewards are 0). Use 2 or more; DAPO uses 16."
         )
     divides(recipe)
+    optimizer(recipe)
     lengths(recipe)
     supported(recipe)
     engine(recipe)
+
+
+def held_out_sampling(recipe: Recipe) -> Any:
+    """The evaluation's sampling parameters, which SkyRL may lack and a loaded recipe has."""
+    sampling = recipe.generator.eval_sampling_params
+    assert sampling is not None
+    return sampling
 
 
 def divides(recipe: Recipe) -> None:
@@ -69,6 +79,23 @@ def divides(recipe: Recipe) -> None:
         raise BadInput(
             f"trainer.policy_mini_batch_size={mini} x generator.n_samples_per_prompt={samples} samples do not divide "
             f"over {recipe.data_parallel} data-parallel ranks."
+        )
+
+
+def optimizer(recipe: Recipe) -> None:
+    """What the policy's optimizer would refuse in its worker, minutes later."""
+    key, chosen = "trainer.policy.optimizer_config", recipe.trainer.policy.optimizer_config
+    if not 0 <= chosen.weight_decay < math.inf:
+        raise BadInput(f"{key}.weight_decay={chosen.weight_decay}: must be 0 or more, and finite.")
+    if len(chosen.adam_betas) != 2 or not all(0 <= beta < 1 for beta in chosen.adam_betas):
+        raise BadInput(f"{key}.adam_betas={chosen.adam_betas}: must be two numbers from 0 to below 1.")
+    warmup, updates = chosen.num_warmup_steps, recipe.steps * recipe.updates_per_step
+    if warmup < 0:
+        raise BadInput(f"{key}.num_warmup_steps={warmup}: must be 0 or more.")
+    if chosen.scheduler in ("linear", "cosine") and warmup >= updates:
+        raise BadInput(
+            f"{key}.num_warmup_steps={warmup}: the run's {updates} updates leave nothing for the {chosen.scheduler} "
+            "decay. Warm up for fewer, or use scheduler=constant_with_warmup."
         )
 
 
@@ -112,6 +139,7 @@ def supported(recipe: Recipe) -> None:
             trainer.policy.optimizer_config.scheduler,
             ("constant", "constant_with_warmup", "linear", "cosine"),
         ),
+        "environment.env_class": (recipe.environment.env_class, known_environments()),
         "trainer.algorithm.dynamic_sampling.type": (trainer.algorithm.dynamic_sampling.type, (None, "filter")),
     }
     for key, (value, known) in choices.items():
@@ -139,11 +167,18 @@ def supported(recipe: Recipe) -> None:
     }.items():
         if on:
             raise BadInput(f"{key}: this version cannot do it. Remove it.")
-    if recipe.beam.device == "cpu" and (rollout.tensor_parallel_size > 1 or recipe.world_size > 1):
-        raise BadInput(
-            "beam.device=cpu runs one trainer process and one engine process: set "
-            "generator.inference_engine.tensor_parallel_size and trainer.placement.policy_num_gpus_per_node to 1."
-        )
+    processes = {
+        "trainer.placement.policy_num_nodes": trainer.placement.policy_num_nodes,
+        "trainer.placement.policy_num_gpus_per_node": trainer.placement.policy_num_gpus_per_node,
+        "generator.inference_engine.num_engines": rollout.num_engines,
+        "generator.inference_engine.tensor_parallel_size": rollout.tensor_parallel_size,
+        "generator.inference_engine.data_parallel_size": rollout.data_parallel_size,
+    }
+    for key, count in processes.items():
+        if recipe.beam.device == "cpu" and count > 1:
+            raise BadInput(
+                f"{key}={count}: beam.device=cpu runs one trainer process and one engine process. Set it to 1."
+            )
 
 
 def engine(recipe: Recipe) -> None:
@@ -158,16 +193,20 @@ def engine(recipe: Recipe) -> None:
 
 
 def folder(recipe: Recipe, resume: bool) -> None:
-    """A new run needs a new folder; a resumed one needs a checkpoint."""
+    """A new run needs a new folder (`run.claim` finds one where none is named); a resumed one needs a checkpoint.
+
+    A run that has all its steps but no summary was killed at the very end: it may be resumed.
+    """
     where = recipe.run_dir
-    if not resume and where.exists() and (not where.is_dir() or any(where.iterdir())):
+    taken = where.exists() and (not where.is_dir() or any(where.iterdir()))
+    if not resume and recipe.beam.run_dir is not None and taken:
         raise BadInput(f"beam.run_dir={where}: exists. Go on with --resume {where}, or choose another folder.")
     if not resume:
         return
     found = checkpoints.latest(where / "checkpoints")
     if found is None:
         raise BadInput(f"--resume {where}: has no finished checkpoint to go on from. Start the recipe anew.")
-    if found[0] >= recipe.steps:
+    if found[0] >= recipe.steps and (where / "summary.json").is_file():
         raise BadInput(
             f"--resume {where}: all {recipe.steps} steps are done. To go on, add trainer.max_training_steps=..."
         )
@@ -182,13 +221,16 @@ def inputs(recipe: Recipe, report: Callable[[str], None] = print) -> tuple[Any, 
     config = model(recipe.model_path)
     tokenizer = load_tokenizer(recipe.model_path, config.vocab_size)
     room = config.max_position_embeddings - recipe.trainer.max_prompt_length
-    limit = recipe.generator.sampling_params.max_generate_length
-    if room < limit:
-        raise BadInput(
-            f"trainer.max_prompt_length={recipe.trainer.max_prompt_length} + "
-            f"generator.sampling_params.max_generate_length={limit} tokens are more than the model's "
-            f"max_position_embeddings={config.max_position_embeddings}."
-        )
+    for name, sampling in {
+        "sampling_params": recipe.generator.sampling_params,
+        "eval_sampling_params": held_out_sampling(recipe),
+    }.items():
+        if room < sampling.max_generate_length:
+            raise BadInput(
+                f"trainer.max_prompt_length={recipe.trainer.max_prompt_length} + "
+                f"generator.{name}.max_generate_length={sampling.max_generate_length} tokens are more than the model's "
+                f"max_position_embeddings={config.max_position_embeddings}."
+            )
     drop = recipe.beam.long_prompts == "drop"
     train = load_problems(recipe.data.train_data, "data.train_data", tokenizer, recipe, drop, report)
     if len(train) < recipe.trainer.train_batch_size:

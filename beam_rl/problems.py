@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from beam_rl.evals.arithmetic import ENV_CLASS
 from beam_rl.model.errors import BadInput
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def load_problems(
         rows = read_rows(source, key)
         for number, row in enumerate(rows, 1):
             check_row(row, f"{key}: {source}: row {number}")
-        lengths = prompt_lengths(rows, tokenizer, recipe.generator.chat_template_kwargs)
+        lengths = prompt_lengths(rows, tokenizer, recipe.generator.chat_template_kwargs, f"{key}: {source}")
         long = [index for index, length in enumerate(lengths) if length > limit]
         if long:
             worst = max(long, key=lengths.__getitem__)
@@ -163,10 +164,8 @@ def json_rows(path: Path, key: str) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise BadInput(f"{key}: {path}: not UTF-8 text: {error}") from error
-    if path.suffix == ".json":
-        lines, number = [text] if text.strip() else [], 0
-    else:
-        lines, number = text.splitlines(), 0
+    # Not splitlines(): it also ends lines at characters that JSON may hold in a text, such as U+2028.
+    lines = [text] if path.suffix == ".json" else text.split("\n")
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -190,24 +189,44 @@ def hub_rows(source: str, key: str) -> list[dict[str, Any]]:
         raise BadInput(f"{key}: {source}: neither a data file nor a data set that can be loaded: {error}") from error
 
 
+def known_environments() -> tuple[str, ...]:
+    """Names that `environment.env_class`, or a row's "env_class", may have: Beam's and those of skyrl_gym."""
+    from skyrl_gym.envs.registration import registry
+
+    return tuple(dict.fromkeys((ENV_CLASS, *registry)))
+
+
 def check_row(row: Any, where: str) -> None:
     """Raise BadInput unless a row has a conversation and a reference answer."""
     if not isinstance(row, dict):
         raise BadInput(f"{where}: is not an object with fields.")
     conversation = row.get(PROMPT)
     turns = conversation if isinstance(conversation, list) else []
-    if not turns or not all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
-        raise BadInput(f'{where}: needs "{PROMPT}", a list of {{"role": ..., "content": ...}}.')
+    if not turns or not all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in turns
+    ):
+        raise BadInput(f'{where}: needs "{PROMPT}", a list of {{"role": ..., "content": ...}} with texts.')
+    environment = row.get("env_class")
+    if environment is not None and environment not in known_environments():
+        raise BadInput(f'{where}: "env_class" is {environment!r}: known are {", ".join(known_environments())}.')
     reward = row.get(REWARD)
     if not isinstance(reward, dict) or reward.get("ground_truth") in (None, ""):
         raise BadInput(f'{where}: needs "{REWARD}": {{"ground_truth": ...}}, the reference answer.')
 
 
-def prompt_lengths(rows: Sequence[dict[str, Any]], tokenizer: Any, template: dict[str, Any]) -> list[int]:
-    """Tokens of every row's prompt after the chat template."""
-    if not rows:
+def prompt_lengths(rows: Sequence[dict[str, Any]], tokenizer: Any, template: dict[str, Any], where: str) -> list[int]:
+    """Tokens of every row's prompt after the chat template. Raises BadInput for a row that the template refuses."""
+    from jinja2 import TemplateError
+
+    texts = []
+    for number, row in enumerate(rows, 1):
+        try:
+            texts.append(
+                tokenizer.apply_chat_template(row[PROMPT], add_generation_prompt=True, tokenize=False, **template)
+            )
+        except (TemplateError, TypeError) as error:  # TypeError: arguments that the template's operations cannot take
+            raise BadInput(f"{where}: row {number}: the model's chat template fails: {error}") from error
+    if not texts:
         return []
-    texts = tokenizer.apply_chat_template(
-        [row[PROMPT] for row in rows], add_generation_prompt=True, tokenize=False, **template
-    )
     return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]

@@ -145,8 +145,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), run_dir: str | Path | 
     for item in overrides:
         key, value = parse_override(item)
         assign(written, key, value)
+    written = {key: value for key, value in written.items() if value is not None}  # a section's name and nothing in it
+    for section, cls in SECTIONS.items():
+        if isinstance(written.get(section), Mapping):
+            written[section] = schema.without_null_sections(written[section], cls)
     known = known_keys()
     for section, content in written.items():
+        schema.check_text(section, "a recipe's section")
         if section != "beam" and section not in SECTIONS:
             raise schema.unknown_key(section, [*SECTIONS, "beam"])
         if not isinstance(content, Mapping):
@@ -216,6 +221,8 @@ def derive(values: dict[str, Any], beam: BeamSettings, run_dir: Path, name: str,
         "trainer.print_example_interval": (0, "the console shows one line a step"),
         "trainer.flash_attn": (False, "attention is the engine's own"),
     }
+    if beam.tiny is None and not values["data"]["val_data"]:
+        values["trainer"] |= {"eval_interval": -1, "eval_before_train": False}  # nothing to evaluate on
     for key, (value, reason) in reasons.items():
         given = lookup(written, key)
         if given is not None and given != value:

@@ -18,10 +18,30 @@ def check(values: Mapping[str, Any], cls: type, where: str, known: list[str]) ->
     hints = typing.get_type_hints(cls)
     fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     for key, value in values.items():
+        check_text(key, where)
         path = f"{where}.{key}"
         if key not in fields:
             raise unknown_key(path, known)
         check_value(value, fields[key], path, known)
+
+
+def check_text(key: Any, where: str) -> None:
+    """Raise BadInput for a key that YAML did not read as text: `1:` is a number, `on:` is true."""
+    if not isinstance(key, str):
+        raise BadInput(f"{where}: the key {key!r} is {type_name(key)}, but text is wanted.")
+
+
+def without_null_sections(values: Mapping[str, Any], cls: type) -> dict[str, Any]:
+    """`values` without the keys of sections of `cls` that are null: a section with nothing in it is absent."""
+    hints = typing.get_type_hints(cls)
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = nested_dataclass(hints.get(key))
+        if nested is not None and isinstance(value, Mapping):
+            kept[key] = without_null_sections(value, nested)
+        elif nested is None or value is not None:
+            kept[key] = value
+    return kept
 
 
 def check_value(value: Any, hint: Any, path: str, known: list[str]) -> None:

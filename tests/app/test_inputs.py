@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from beam_rl import checks, recipe
+from beam_rl import checks, problems, recipe
 from beam_rl.model.errors import BadInput
 
 
@@ -78,6 +78,12 @@ def test_a_model_without_a_tokenizer_is_refused(content: dict[str, Any], write: 
         ("not json\n", "line 1 is not JSON"),
         ('{"question": "1+1=?"}\n', '"prompt"'),
         ('{"prompt": "1+1=?", "reward_spec": {"ground_truth": "2"}}\n', '"prompt"'),
+        ('{"prompt": [{"role": "user", "content": null}], "reward_spec": {"ground_truth": "2"}}\n', '"prompt"'),
+        ('{"prompt": [{"role": 1, "content": "1+1=?"}], "reward_spec": {"ground_truth": "2"}}\n', '"prompt"'),
+        (
+            '{"prompt": [{"role": "user", "content": "1"}], "reward_spec": {"ground_truth": "2"}, "env_class": "x"}\n',
+            "row 1.*\"env_class\" is 'x'",
+        ),
         ('{"prompt": [{"role": "user", "content": "1+1=?"}]}\n', '"reward_spec"'),
         ('{"prompt": [{"role": "user", "content": "1+1=?"}], "reward_spec": {"ground_truth": ""}}\n', '"reward_spec"'),
     ],
@@ -105,6 +111,27 @@ def test_long_prompts_are_counted_and_refused_or_dropped(content: dict[str, Any]
     assert "2 of 66" in report
 
 
+def test_only_a_newline_ends_a_line_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a\u2028b\x85c"}\r\n\n{"text": "d"}\n', encoding="utf-8", newline="")
+    assert problems.json_rows(path, "data.train_data") == [{"text": "a\u2028b\x85c"}, {"text": "d"}]
+
+
+def test_a_row_that_the_chat_template_refuses_is_named(
+    content: dict[str, Any], write: Any, model: Path, tmp_path: Path
+) -> None:
+    (model / "chat_template.jinja").write_text(
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{{ messages[0]['content'] }}"
+    )
+    path = tmp_path / "data.jsonl"
+    lines = Path(content["data"]["train_data"][0]).read_text().splitlines()
+    lines[1] = lines[1].replace('"user"', '"system"')
+    path.write_text("\n".join(lines))
+    with pytest.raises(BadInput, match=r"row 2: .*no system role"):
+        check(content, write, f"trainer.policy.model.path={model}", f"data.train_data=[{path}]")
+
+
 def test_fewer_problems_than_a_batch_are_refused(content: dict[str, Any], write: Any) -> None:
     with pytest.raises(BadInput, match="64 problems are fewer"):
         check(content, write, "trainer.train_batch_size=128")
@@ -113,3 +140,5 @@ def test_fewer_problems_than_a_batch_are_refused(content: dict[str, Any], write:
 def test_a_budget_beyond_the_models_positions_is_refused(content: dict[str, Any], write: Any) -> None:
     with pytest.raises(BadInput, match="max_position_embeddings"):
         check(content, write, "generator.sampling_params.max_generate_length=500")
+    with pytest.raises(BadInput, match=r"eval_sampling_params\.max_generate_length=500"):
+        check(content, write, "generator.eval_sampling_params.max_generate_length=500")

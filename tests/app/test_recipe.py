@@ -54,6 +54,24 @@ def test_the_resolved_recipe_loads_to_itself_even_in_a_moved_folder(
     assert again.generator == first.generator
 
 
+def test_a_section_with_nothing_in_it_is_absent(content: dict[str, Any], write: Any) -> None:
+    given = recipe.load(write(content))
+    content["generator"]["eval_sampling_params"] = None
+    content["trainer"]["placement"] = None
+    content["environment"] = None
+    assert recipe.load(write(content)).values == given.values
+
+
+def test_without_held_out_data_nothing_is_evaluated(content: dict[str, Any], write: Any) -> None:
+    """SkyRL evaluates whenever the interval is above 0, and then finds no data set."""
+    del content["data"]["val_data"]
+    content["trainer"]["eval_before_train"] = True
+    loaded = recipe.load(write(content))
+    assert (loaded.trainer.eval_interval, loaded.trainer.eval_before_train) == (-1, False)
+    content = {"beam": {"tiny": {}}}
+    assert recipe.load(write(content)).trainer.eval_interval > 0, "the tiny model brings its own held-out problems"
+
+
 def test_a_number_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("beam: {tiny: {}}\ntrainer: {policy: {optimizer_config: {lr: 1e-3}}}")
@@ -90,6 +108,17 @@ MISTAKES = [
     (["generator.sampling_params.top_p=0.9"], r"top_p=0\.9"),
     (["trainer.placement.colocate_all=true"], r"colocate_all"),
     (["generator.inference_engine.engine_init_kwargs.logprobs_mode=raw_logprobs"], r"logprobs_mode"),
+    (["trainer.policy.optimizer_config.lr=.nan"], r"lr=nan"),
+    (["trainer.policy.optimizer_config.lr=.inf"], r"lr=inf"),
+    (["trainer.policy.optimizer_config.weight_decay=-0.1"], r"weight_decay=-0\.1"),
+    (
+        ["trainer.policy.optimizer_config.scheduler=cosine", "trainer.policy.optimizer_config.num_warmup_steps=6"],
+        r"num_warmup_steps=6.* 6 updates",
+    ),
+    (["generator.eval_sampling_params.max_generate_length=0"], r"eval_sampling_params\.max_generate_length=0"),
+    (["generator.inference_engine.num_engines=2"], r"num_engines=2.*device=cpu"),
+    (["generator.inference_engine.data_parallel_size=2"], r"data_parallel_size=2.*device=cpu"),
+    (["environment.env_class=beam_maths"], r"env_class='beam_maths'.*beam_math"),
     (["data.train_data=null"], r"data\.train_data"),
     (["beam.tiny={}"], r"beam\.tiny"),
 ]
@@ -114,6 +143,8 @@ def test_a_mistake_is_named_with_exit_code_2(
         ("trainer: 3", "section with keys"),
         ("trainer: {seed: 1}\ntrainer: {seed: 2}", "appears twice"),
         ("", "mapping of sections"),
+        ("1: {seed: 1}", "key 1 is a whole number"),
+        ("trainer: {on: 1}", "trainer: the key True is true/false"),
     ],
 )
 def test_a_malformed_file_is_bad_input(text: str, message: str, tmp_path: Path) -> None:
