@@ -1,14 +1,12 @@
 """Dynamic sampling inside SkyRL's trainer: its batches, mini-batches and observers, without processes."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from beam_rl import checkpoints, checks, recipe
-from beam_rl.model.errors import BadInput
+from beam_rl import recipe
 from beam_rl.rollouts import RolloutStats, split_groups
 from beam_rl.training import BeamTrainer
 
@@ -18,11 +16,6 @@ SAMPLES = 4
 class Notes:
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.latest: list[tuple[int, dict[str, Any]] | None] = []
-        self.root = Path()
-
-    def step(self, record: dict[str, Any]) -> None:
-        self.latest.append(checkpoints.latest(self.root))
 
     def note(self, text: str) -> None:
         self.texts.append(text)
@@ -113,47 +106,3 @@ def test_reported_shares_count_what_was_filtered_out() -> None:
     assert record["reward_mean"] == pytest.approx(-0.625)
     assert (record["accuracy"], record["truncated_share"], record["no_answer_share"]) == (0.25, 0.25, 0.25)
     assert record["response_length_mean"] == 1.75
-
-
-@pytest.fixture
-def saving(trainer: BeamTrainer, monkeypatch: pytest.MonkeyPatch) -> BeamTrainer:
-    """A trainer whose policy is a folder, after its first step."""
-    trainer.observer.root = root = Path(trainer.cfg.trainer.ckpt_path)  # type: ignore[attr-defined]
-    root.mkdir(parents=True)
-    trainer.recorded = trainer.published = 0
-    trainer.unpublished = None
-    trainer.monitor = SimpleNamespace(over=0)  # type: ignore[assignment]
-    trainer.stream.state_dict = lambda: {"drawn": 8 * trainer.global_step}  # type: ignore[method-assign]
-    trainer.dispatch.save_checkpoint = lambda model, path: Path(path).mkdir(parents=True)
-    monkeypatch.setattr(trainer, "step_record", lambda logs: {"step": trainer.global_step})
-    monkeypatch.setattr("skyrl.train.trainer.RayPPOTrainer._fire", lambda self, event, **fields: None)
-    return trainer
-
-
-def test_a_checkpoint_does_not_count_before_its_steps_record_is_written(saving: BeamTrainer) -> None:
-    """A kill during the last evaluation left a run with all steps done and neither the evaluation nor the summary."""
-    root = Path(saving.cfg.trainer.ckpt_path)
-    saving.save_checkpoints()
-    assert checkpoints.latest(root) is None
-    saving._fire("on_log", logs={"eval/avg8": 0.5})  # the evaluation's own numbers are no step record
-    assert checkpoints.latest(root) is None
-    saving._fire("on_log", logs={"trainer/global_step": 1})
-    assert saving.observer.latest == [None]  # type: ignore[attr-defined]
-    assert checkpoints.latest(root) == (1, {"step": 1, "stream": {"drawn": 8}, "gap_over": 0})
-    saving.global_step = 2
-    saving._fire("on_log", logs={"trainer/global_step": 2})
-    assert (checkpoints.latest(root) or (0,))[0] == 1  # no policy was saved
-    saving.save_checkpoints()  # SkyRL's checkpoint after its loop
-    assert (checkpoints.latest(root) or (0,))[0] == 2
-    saving.save_checkpoints()  # again, as after a resume with no step left: the checkpoint is not written over
-    assert (checkpoints.latest(root) or (0,))[0] == 2
-
-
-def test_a_run_killed_before_its_summary_can_be_resumed(saving: BeamTrainer) -> None:
-    saving.global_step = saving.recipe.steps
-    saving.save_checkpoints()
-    saving._fire("on_log", logs={"trainer/global_step": saving.global_step})
-    checks.folder(saving.recipe, resume=True)
-    (saving.recipe.run_dir / "summary.json").write_text("{}")
-    with pytest.raises(BadInput, match="steps are done"):
-        checks.folder(saving.recipe, resume=True)
