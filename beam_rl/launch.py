@@ -1,6 +1,7 @@
 """Start Ray for a run: on this machine, or joining a cluster that is there already."""
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,7 @@ def ray_session(recipe: Recipe, temp_dir: Path, log_dir: Path) -> Iterator[None]
     """Ray for the length of the block. On a cluster (`beam.ray_address`) only this driver's actors end with it."""
     variables = environment(recipe, log_dir)
     os.environ.update(variables)  # inherited by everything started here: no runtime environment, no agent to build it
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     if recipe.beam.ray_address is not None:
         ray.init(address=recipe.beam.ray_address, runtime_env={"env_vars": variables}, log_to_driver=False)
     else:
@@ -55,6 +57,7 @@ def ray_session(recipe: Recipe, temp_dir: Path, log_dir: Path) -> Iterator[None]
             _temp_dir=str(temp_dir),
             _system_config=RAY_CONFIG,
         )
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end the driver without a word
     try:
         yield
     finally:
