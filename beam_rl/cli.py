@@ -82,7 +82,7 @@ def train_command(options: argparse.Namespace) -> int:
     checks.folder(loaded, resume=options.resume is not None)
     if options.dry_run:
         if loaded.model_path is not None:
-            checks.inputs(loaded)
+            checks.inputs(loaded, lambda line: print(line, file=sys.stderr))  # standard output is the recipe
         print(loaded.to_yaml(), end="")
         return 0
     from beam_rl import run
