@@ -1,9 +1,10 @@
-"""What a run tells the outside while it goes on: the metrics file, the console, its own memory."""
+"""What a run tells the outside while it goes on: the metrics file, the console; and what memory it takes."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -13,7 +14,7 @@ from beam_rl.recipe import Recipe
 
 
 class Observed:
-    """The run's observer: records into `metrics.jsonl`, lines and bars on the console, times and memory."""
+    """The run's observer: records into `metrics.jsonl`, lines and bars on the console, times."""
 
     def __init__(self, recipe: Recipe, console: Console, started: float) -> None:
         self.recipe = recipe
@@ -22,7 +23,6 @@ class Observed:
         self.metrics = MetricsFile(recipe.run_dir)
         self.startup_seconds: float | None = None
         """Seconds from the process's start to the first training step."""
-        self.peak_rss = 0
         self.stopped = False
         """Whether the gap monitor ended the run early."""
         self.training: Bar | None = None
@@ -45,7 +45,6 @@ class Observed:
             self.startup_seconds = time.time() - self.started
             self.training = self.begin("training", self.recipe.steps)
             self.training.advance(step - 1)
-        self.peak_rss = max(self.peak_rss, resident_bytes())
 
     def step(self, record: dict[str, Any]) -> None:
         self.metrics.append(record)
@@ -59,7 +58,6 @@ class Observed:
             self.end()
         with self.console.phase(f"evaluation after step {step}" if step else "evaluation", responses) as bar:
             yield bar.advance
-        self.peak_rss = max(self.peak_rss, resident_bytes())
 
     def evaluated(self, record: dict[str, Any]) -> None:
         self.metrics.append(record)
@@ -71,6 +69,33 @@ class Observed:
 
     def note(self, text: str) -> None:
         self.console.say(text)
+
+
+MEMORY_INTERVAL = 2.0
+"""Seconds between two looks at the memory; each reads every process's page tables."""
+
+
+class PeakMemory:
+    """The largest `resident_bytes` while the block ran, looked at by a thread."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self.bytes = max(self.bytes, resident_bytes())
+            if self._done.wait(MEMORY_INTERVAL):
+                return
 
 
 def resident_bytes() -> int:

@@ -1,21 +1,21 @@
 """`beam-rl train`: a recipe from start to end, in one folder."""
 
 import json
-import shutil
 import threading
 import traceback
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from beam_rl import checkpoints, checks, lifetime
+from beam_rl import checkpoints, checks, folder, lifetime
 from beam_rl.console import Console
 from beam_rl.lines import Opening
 from beam_rl.metrics import summary, write_atomically
 from beam_rl.model.errors import BadInput
-from beam_rl.observer import Observed
+from beam_rl.observer import Observed, PeakMemory
 from beam_rl.problems import Problems
 from beam_rl.recipe import Recipe
 from beam_rl.terminal import cause, terminal_apart
@@ -23,14 +23,17 @@ from beam_rl.warmup import cached, prepare_tiny
 
 
 def train(recipe: Recipe, resume: bool) -> int:
-    """Run the recipe; returns the exit code. Raises BadInput before Ray starts."""
+    """Run the recipe; returns the exit code. Raises BadInput before anything is trained."""
     started = psutil.Process().create_time()
     inputs = None if recipe.beam.tiny is not None else checks.inputs(recipe)
+    recipe, made = (recipe, False) if resume else folder.claim(recipe)
     logs = recipe.run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        write_atomically(recipe.run_dir / "recipe.yaml", recipe.to_yaml())
-    with terminal_apart(logs / "driver.log") as terminal:
+    with ExitStack() as stack:
+        stack.enter_context(folder.held(recipe.run_dir))
+        memory = stack.enter_context(PeakMemory())
+        stack.enter_context(folder.recorded(recipe, made))
+        logs.mkdir(exist_ok=True)
+        terminal = stack.enter_context(terminal_apart(logs / "driver.log"))
         console = Console(terminal)
         console.opening(opening(recipe, resume))
         try:
@@ -41,8 +44,6 @@ def train(recipe: Recipe, resume: bool) -> int:
                 assert inputs is not None
                 observed = run(recipe, inputs, temp_dir, console, started)
         except BadInput:
-            if not resume:
-                shutil.rmtree(recipe.run_dir)  # nothing has run: the corrected recipe may use the folder
             raise
         except KeyboardInterrupt:
             saved = checkpoints.latest(recipe.run_dir / "checkpoints")
@@ -55,7 +56,7 @@ def train(recipe: Recipe, resume: bool) -> int:
             traceback.print_exc()  # into the log; loguru's queue cannot take every remote exception
             console.say(f"the run failed: {cause(error)}\nlogs: {logs}")
             return 1
-        finish(recipe, console, observed)
+        finish(recipe, console, observed, memory.bytes)
         return 1 if observed.stopped else 0
 
 
@@ -107,9 +108,12 @@ def run(
             module = import_module("beam_rl.experiment")
             held = registries.start(module.REGISTRIES)
             config = recipe.skyrl()
-            module.check_config(config)
-            experiment = module.BeamExperiment(recipe, config, tokenizer, problems, held_out, starting, observed)
             try:
+                module.check_config(
+                    config
+                )  # here and not before Ray: it needs SkyRL's imports, which Ray starts beside
+                (recipe.run_dir / "summary.json").unlink(missing_ok=True)  # of a run that now goes on
+                experiment = module.BeamExperiment(recipe, config, tokenizer, problems, held_out, starting, observed)
                 experiment.run()
                 observed.stopped = experiment.trainer.monitor.stop
                 observed.begin("export")
@@ -141,7 +145,7 @@ def with_profile(recipe: Recipe) -> Recipe:
     return complete
 
 
-def finish(recipe: Recipe, console: Console, observed: Observed) -> None:
+def finish(recipe: Recipe, console: Console, observed: Observed, peak_rss: int) -> None:
     """Write `summary.json` and `report.html`, print the table."""
     from beam_rl.report import write_report
 
@@ -150,7 +154,7 @@ def finish(recipe: Recipe, console: Console, observed: Observed) -> None:
         observed.metrics.records("step"),
         observed.metrics.records("eval"),
         observed.startup_seconds or 0.0,
-        observed.peak_rss,
+        peak_rss,
     )
     write_atomically(recipe.run_dir / "summary.json", json.dumps(numbers, indent=1) + "\n")
     write_report(recipe.run_dir)
