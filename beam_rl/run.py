@@ -109,9 +109,7 @@ def run(
             held = registries.start(module.REGISTRIES)
             config = recipe.skyrl()
             try:
-                module.check_config(
-                    config
-                )  # here and not before Ray: it needs SkyRL's imports, which Ray starts beside
+                module.check_config(config)  # not before Ray: it needs SkyRL's imports, beside which Ray starts
                 (recipe.run_dir / "summary.json").unlink(missing_ok=True)  # of a run that now goes on
                 experiment = module.BeamExperiment(recipe, config, tokenizer, problems, held_out, starting, observed)
                 experiment.run()
