@@ -1,7 +1,5 @@
 """The math environment, made as SkyRL's generator makes it."""
 
-import time
-
 import pytest
 import skyrl_gym
 from skyrl_gym.metrics import aggregate_for_environment
@@ -59,13 +57,9 @@ def test_row_without_a_label_is_refused() -> None:
         skyrl_gym.make("beam_math", env_config={}, extras={"reward_model": {"ground_truth": "1"}})
 
 
-def test_a_step_of_gradings_takes_milliseconds() -> None:
+def test_every_worked_solution_is_rewarded() -> None:
+    """A task whose own solutions the environment marks wrong would teach the opposite."""
     problems = generate(seed=1, train=512, held_out=64).train
-    start = time.perf_counter()
-    rewards = []
-    for problem in problems:
-        env = skyrl_gym.make("beam_math", env_config={}, extras=row(problem))
-        rewards.append(env.step(solution(problem))["reward"])
-    elapsed = time.perf_counter() - start
+    environments = [skyrl_gym.make("beam_math", env_config={}, extras=row(problem)) for problem in problems]
+    rewards = [env.step(solution(problem))["reward"] for env, problem in zip(environments, problems, strict=True)]
     assert rewards == [1.0] * 512
-    assert elapsed < 0.25
