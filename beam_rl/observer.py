@@ -71,7 +71,7 @@ class Observed:
         self.console.say(text)
 
 
-MEMORY_INTERVAL = 2.0
+MEMORY_INTERVAL = 5.0
 """Seconds between two looks at the memory; each reads every process's page tables."""
 
 
