@@ -1,12 +1,19 @@
 """Fixtures of the whole suite."""
 
 import importlib.util
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_configure() -> None:
+    """A shell lets its background jobs ignore SIGINT; the tests of interrupts need it, here and in child processes."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -53,13 +53,8 @@ def weight_files(since: float) -> list[str]:
 
 
 def run(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a driver that heeds SIGINT, also where this suite was started in the background and must ignore it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        with log.open("ab") as file:
-            return subprocess.Popen([sys.executable, "-m", "beam_rl", "train", *arguments], stdout=file, stderr=file)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with log.open("ab") as file:
+        return subprocess.Popen([sys.executable, "-m", "beam_rl", "train", *arguments], stdout=file, stderr=file)
 
 
 def steps(folder: Path) -> list[int]:
