@@ -23,6 +23,7 @@ def initialize(parallel: Parallel, seed: int) -> None:
         BadInput: the world does not divide by the layout, or the process already runs another layout.
     """
     if not dist.is_initialized():
+        parallel_state.destroy_model_parallel()  # what is left of groups whose world somebody has ended
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if dist.is_torchelastic_launched():
             dist.init_process_group(backend)

@@ -10,6 +10,7 @@ import torch
 
 from beam_rl.trainer import distributed
 from beam_rl.trainer import engine as engine_module
+from beam_rl.trainer.engine import Sequence
 
 
 @pytest.fixture
@@ -111,3 +112,10 @@ def test_a_sample_whose_tensors_do_not_fit_is_refused_by_number(field, engine_fo
         sample.tokens = sample.tokens[:1]
     with pytest.raises(ValueError, match="sample 3"):
         engine_for().forward_backward(samples, weighted_loss, replay=False)
+
+
+def test_an_engine_builds_after_somebody_ended_the_world(engine_for):
+    """A vLLM engine in the same process destroys torch.distributed's groups; Megatron would go on with dead ones."""
+    engine_for()
+    torch.distributed.destroy_process_group()
+    assert engine_for().forward_logprobs([Sequence(torch.arange(3, 8), torch.ones(4))], replay=False)[0].shape == (4,)
