@@ -76,7 +76,7 @@ def opening(recipe: Recipe, resume: bool) -> Opening:
     ]  # fmt: skip
     small = recipe.beam.device == "cpu" and tiny is not None
     phases = [
-        *([("warm-up (cached)" if cached(recipe) else "warm-up", 0.0 if cached(recipe) else 150.0)] if tiny else []),
+        *([("warm-up (cached)" if cached(recipe) else "warm-up", 0.0 if cached(recipe) else 350.0)] if tiny else []),
         ("start-up", 60.0 if small else 0.0),
         ("evaluation", 6.0 if small else 0.0),
         ("training", 2.5 * recipe.steps if small else 0.0),
