@@ -58,6 +58,10 @@ class Console:
         self._bars = self._out.is_terminal and not self._out.is_dumb_terminal
         self._progress: Progress | None = None
         self._tasks: dict[Bar, Any] = {}
+        self.seconds: dict[str, float] = {}
+        """What each finished phase took, all phases of one name together."""
+        self.current: str | None = None
+        """The phase that was begun last and goes on."""
 
     def say(self, text: str | Text) -> None:
         """Prints a line, above the bars if there are any."""
@@ -75,6 +79,7 @@ class Console:
         `total` is in whatever `advance` counts; None where it is not known. Phases may follow or hold each other.
         """
         bar = Bar(self, name, total)
+        outer, self.current = self.current, name
         if self._bars:
             if self._progress is None:
                 self._progress = _progress(self._out)
@@ -87,6 +92,8 @@ class Console:
             yield bar
             end = "done in"
         finally:
+            self.current = outer
+            self.seconds[name] = self.seconds.get(name, 0.0) + bar.seconds
             self._remove(bar)
             self.say(f"{name}: {end} {lines.duration(bar.seconds)}")
 
@@ -134,4 +141,6 @@ def _progress(out: RichConsole) -> Progress:
         TimeLeftColumn(elapsed_when_finished=True),
         console=out,
         transient=True,  # a finished phase leaves one line behind, not a full bar
+        redirect_stdout=False,  # rich would print on the terminal what libraries write to the log
+        redirect_stderr=False,
     )

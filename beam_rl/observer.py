@@ -76,10 +76,12 @@ MEMORY_INTERVAL = 5.0
 
 
 class PeakMemory:
-    """The largest `resident_bytes` while the block ran, looked at by a thread."""
+    """The largest `resident_bytes` while the block ran, looked at by a thread; also of each of the console's phases."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console) -> None:
+        self.console = console
         self.bytes = 0
+        self.by_phase: dict[str, int] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
 
@@ -92,10 +94,13 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while True:
-            self.bytes = max(self.bytes, resident_bytes())
-            if self._done.wait(MEMORY_INTERVAL):
-                return
+        over = False
+        while not over:
+            phase, now = self.console.current, resident_bytes()
+            self.bytes = max(self.bytes, now)
+            if phase is not None:
+                self.by_phase[phase] = max(self.by_phase.get(phase, 0), now)
+            over = self._done.wait(MEMORY_INTERVAL)
 
 
 def resident_bytes() -> int:

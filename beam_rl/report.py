@@ -4,7 +4,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment
 
@@ -244,14 +244,22 @@ def _errors(first: Record, last: Record) -> str:
 def _summary(summary: Record) -> list[tuple[str, str]]:
     rows = []
     for key, value in summary.items():
-        if isinstance(value, dict):
-            text = ", ".join(f"{name} {number(part)}" for name, part in value.items())
-        elif key == "peak_rss_bytes":
-            text = f"{value / 2**30:.2f} GiB"
-        else:
-            text = number(value) if isinstance(value, float) else str(value)
+        show = _gibibytes if key.endswith("_bytes") else _shown
+        text = (
+            ", ".join(f"{name} {show(part)}" for name, part in value.items())
+            if isinstance(value, dict)
+            else show(value)
+        )
         rows.append((key.replace("_", " ").removesuffix(" bytes"), text))
     return rows
+
+
+def _shown(value: Any) -> str:
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _gibibytes(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB"
 
 
 def _present(records: Sequence[Record], key: str) -> list[float]:

@@ -30,11 +30,11 @@ def train(recipe: Recipe, resume: bool) -> int:
     logs = recipe.run_dir / "logs"
     with ExitStack() as stack:
         stack.enter_context(folder.held(recipe.run_dir))
-        memory = stack.enter_context(PeakMemory())
         stack.enter_context(folder.recorded(recipe, made))
         logs.mkdir(exist_ok=True)
         terminal = stack.enter_context(terminal_apart(logs / "driver.log"))
         console = Console(terminal)
+        memory = stack.enter_context(PeakMemory(console))
         console.opening(opening(recipe, resume))
         try:
             with lifetime.bounded(logs) as temp_dir:
@@ -56,7 +56,7 @@ def train(recipe: Recipe, resume: bool) -> int:
             traceback.print_exc()  # into the log; loguru's queue cannot take every remote exception
             console.say(f"the run failed: {cause(error)}\nlogs: {logs}")
             return 1
-        finish(recipe, console, observed, memory.bytes)
+        finish(recipe, console, observed, memory)
         return 1 if observed.stopped else 0
 
 
@@ -143,7 +143,7 @@ def with_profile(recipe: Recipe) -> Recipe:
     return complete
 
 
-def finish(recipe: Recipe, console: Console, observed: Observed, peak_rss: int) -> None:
+def finish(recipe: Recipe, console: Console, observed: Observed, memory: PeakMemory) -> None:
     """Write `summary.json` and `report.html`, print the table."""
     from beam_rl.report import write_report
 
@@ -152,8 +152,9 @@ def finish(recipe: Recipe, console: Console, observed: Observed, peak_rss: int) 
         observed.metrics.records("step"),
         observed.metrics.records("eval"),
         observed.startup_seconds or 0.0,
-        peak_rss,
+        memory.bytes,
     )
+    numbers |= {"phase_seconds": console.seconds, "phase_peak_rss_bytes": memory.by_phase}
     write_atomically(recipe.run_dir / "summary.json", json.dumps(numbers, indent=1) + "\n")
     write_report(recipe.run_dir)
     console.final(numbers, recipe.beam.gap.budget, recipe.run_dir)

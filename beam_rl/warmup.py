@@ -49,8 +49,16 @@ def prepare_tiny(recipe: Recipe, console: Console) -> Recipe:
 
 
 def make_tiny(recipe: Recipe, progress: Connection) -> None:
-    """Body of the warm-up process: sends the number of steps done, or the BadInput that it met."""
+    """Body of the warm-up process: sends the number of steps done, or the BadInput that it met.
+
+    It computes on one thread: a second one gains nothing on operations this small, and waits in vain for a core that
+    anything else uses (0.36 s a step, against 0.44 s on two idle cores and 0.62 s under a run's own progress bar).
+    """
+    import torch
+
     from beam_rl import tiny
+
+    torch.set_num_threads(1)
 
     try:
         tiny.prepare(recipe, progress.send)

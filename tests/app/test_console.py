@@ -192,6 +192,22 @@ def test_bars_follow_and_hold_each_other_on_a_terminal() -> None:
     assert screen.count("\x1b[?25l") == screen.count("\x1b[?25h") > 0  # the cursor is back
 
 
+def test_what_libraries_print_during_a_phase_goes_to_the_log_not_the_terminal(tmp_path: Path) -> None:
+    log = tmp_path / "driver.log"
+    screen = _on_terminal(
+        "import pathlib, sys\n"
+        "from beam_rl.terminal import terminal_apart\n"
+        f"with terminal_apart(pathlib.Path({str(log)!r})) as terminal:\n"
+        "    c = Console(terminal)\n"
+        "    with c.phase('one', total=1) as bar:\n"
+        "        print('to output'); print('to error', file=sys.stderr); bar.advance()\n"
+    )
+    assert "one: done in 1 s" in screen
+    assert "to output" not in screen
+    assert "to error" not in screen
+    assert set(log.read_text().splitlines()) == {"to output", "to error"}
+
+
 def test_dumb_terminal_gets_plain_lines() -> None:
     screen = _on_terminal("with c.phase('one', total=1) as bar:\n    bar.advance()\n", TERM="dumb")
     assert "\x1b" not in screen

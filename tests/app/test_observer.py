@@ -1,17 +1,26 @@
 """What a run observes of itself."""
 
+import io
 import time
 
+import pytest
+
+from beam_rl import observer
+from beam_rl.console import Console
 from beam_rl.observer import PeakMemory
 
 
-def test_memory_that_is_free_again_was_counted() -> None:
+def test_memory_that_is_free_again_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked at between phases only, the peak left out warm-up, generation, training and export."""
     size = 200 * 2**20
-    with PeakMemory() as before:
+    monkeypatch.setattr(observer, "MEMORY_INTERVAL", 0.2)
+    console = Console(io.StringIO())
+    with PeakMemory(console) as before:
         pass
-    with PeakMemory() as memory:
+    with PeakMemory(console) as memory, console.phase("training"):
         block = bytearray(b"x") * size
-        time.sleep(2.5)
+        time.sleep(1.5)
         del block
     assert memory.bytes > before.bytes + size * 0.9
+    assert memory.by_phase == {"training": memory.bytes}
+    assert console.seconds["training"] > 1

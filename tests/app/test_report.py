@@ -79,9 +79,8 @@ def write_run(folder: Path, records: list[dict[str, Any]], *, finished: bool = T
     (folder / "recipe.yaml").write_text("trainer:\n  algorithm: {name: '<dapo> & co'}\n")
     if finished:
         summary = {"avg8_before": 0.5, "avg8_after": 0.8, "peak_rss_bytes": 5 * 2**30, "seed": 1, "r3": True}
-        (folder / "summary.json").write_text(
-            json.dumps(summary | {"seconds_by_phase": {"generate": 40.0, "train": 25.0}})
-        )
+        by_phase = {"seconds_by_phase": {"generate": 40.0, "train": 25.0}, "phase_peak_rss_bytes": {"export": 2**30}}
+        (folder / "summary.json").write_text(json.dumps(summary | by_phase))
     return folder
 
 
@@ -144,6 +143,7 @@ def test_finished_run_shows_before_and_after_with_errors(tmp_path: Path) -> None
     assert "mean without R3" in page
     assert "peak rss" in page
     assert "5.00 GiB" in page
+    assert "export 1.00 GiB" in page
     assert "never over" in page
 
 

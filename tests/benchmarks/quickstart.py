@@ -31,7 +31,7 @@ def run(folder: Path, cache: Path, overrides: list[str]) -> dict[str, Any]:
 
 def row(name: str, value: float, unit: str, limit: float | None = None) -> str:
     """One line of the table."""
-    return f"{name:<44}{value:>9.1f} {unit:<4}" + ("" if limit is None else f"  limit {limit:g}")
+    return f"{name:<44}{value:>9.2f} {unit:<4}" + ("" if limit is None else f"  limit {limit:g}")
 
 
 def main() -> None:
@@ -43,12 +43,16 @@ def main() -> None:
     print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores")
     print(row("first quickstart, nothing cached", cold["whole"], "s", LIMITS["whole"]))
     print(row("second quickstart, tiny model cached", warm["whole"], "s"))
-    print(row("  recipe start to first training step", warm["startup_seconds"], "s", LIMITS["startup_seconds"]))
-    print(row("  median step", warm["step_seconds_median"], "s", LIMITS["step_seconds_median"]))
+    print(row("recipe start to first training step, cached", warm["startup_seconds"], "s", LIMITS["startup_seconds"]))
     for label, summary in (("cold", cold), ("warm", warm)):
-        for phase, seconds in summary["seconds_by_phase"].items():
-            print(row(f"  {label}: {phase}", seconds, "s"))
-        print(row(f"  {label}: peak resident memory", summary["peak_rss_bytes"] / 2**30, "GiB", LIMITS["peak_rss_gib"]))
+        print(row(f"{label}: median step", summary["step_seconds_median"], "s", LIMITS["step_seconds_median"]))
+        memory = summary["peak_rss_bytes"] / 2**30
+        print(row(f"{label}: peak resident memory", memory, "GiB", LIMITS["peak_rss_gib"]))
+        for name, seconds in summary["phase_seconds"].items():
+            peak = summary["phase_peak_rss_bytes"].get(name)
+            print(row(f"  {name}", seconds, "s") + (f"  peak {peak / 2**30:.2f} GiB" if peak else ""))
+        for name, seconds in summary["seconds_by_phase"].items():
+            print(row(f"    of the steps: {name}", seconds, "s"))
 
 
 if __name__ == "__main__":
