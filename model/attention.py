@@ -11,7 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from beam_rl.model import fused, numerics
+from beam_rl.model import fused
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.cpu_attention import LONGEST, short_attention
 from beam_rl.model.rows import spread_rows, take_rows
@@ -19,14 +19,12 @@ from beam_rl.model.transformer_config import BeamTransformerConfig
 
 
 class BeamCoreAttention(MegatronModule):
-    """Position encoding and scaled dot-product attention of packed sequences. Holds no parameters."""
+    """Scaled dot-product attention of packed sequences. Holds no parameters."""
 
     def __init__(self, config: BeamTransformerConfig, layer_number: int, pg_collection: Any, **_: Any) -> None:
         super().__init__(config=config)
         hf = config.beam
         self.window = hf.layer_window(layer_number - 1)
-        self.rope_theta = hf.layer_rope_theta(layer_number - 1)
-        self.head_dim = hf.head_dim
         self.scale = hf.head_dim**-0.5
         self.cp_group = pg_collection.cp
 
@@ -46,37 +44,26 @@ class BeamCoreAttention(MegatronModule):
             raise TypeError("Beam takes its sequences as a PackedBatch, and no attention mask")
         if self.cp_group.size() > 1:
             return self._context_parallel(query, key, value, batch)
-        query, key = self._encode_positions(query, key, batch)
         plan = batch.plan
-        packed = [spread_rows(x, plan.gather, plan.restore) for x in (query, key, value)]
+        packed = [query, key, value]
+        if not plan.identity:
+            packed = [spread_rows(x, plan.gather, plan.restore) for x in packed]
         sizes = [count * width for count, width in plan.shapes]
         outputs = []
         for (count, width), *qkv in zip(plan.shapes, *(x.split(sizes) for x in packed), strict=True):
             q, k, v = (x.view(count, width, *x.shape[1:]) for x in qkv)
             outputs.append(self._attend(q, k, v).flatten(0, 1))
-        return take_rows(torch.cat(outputs), plan.restore)
-
-    def _encode_positions(
-        self, query: Tensor, key: Tensor, batch: PackedBatch, index: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if self.rope_theta is None:
-            positions = batch.positions if index is None else batch.positions[index]
-            return numerics.apply_ssmax(query, positions), key
-        cos, sin = batch.rope(self.rope_theta, self.head_dim, index)
-        return fused.rotate(query, cos, sin), fused.rotate(key, cos, sin)
+        return outputs[0] if plan.identity else take_rows(torch.cat(outputs), plan.restore)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, in the window if there is one, of rectangles [sequences, width, heads, d]."""
         width = q.shape[1]
         if q.device.type == "cpu" and width <= LONGEST:
             return short_attention(q, k, v, self.window, self.scale)
-        mask = None
         if self.window is not None and width > self.window:
-            position = torch.arange(width, device=q.device)
-            distance = position[:, None] - position
-            mask = (distance >= 0) & (distance < self.window)
+            return _windowed_attention(q, k, v, self.window, self.scale)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return _attention(q, k, v, mask, self.scale).transpose(1, 2)
+        return _attention(q, k, v, None, self.scale).transpose(1, 2)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> Tensor:
         """Gather keys and values over the context-parallel group; the mask follows global positions."""
@@ -84,7 +71,6 @@ class BeamCoreAttention(MegatronModule):
         device = query.device
         everyone = [context_index(batch.lengths, ranks, r).to(device) for r in range(ranks)]
         mine, theirs = everyone[rank], torch.cat(everyone)
-        query, key = self._encode_positions(query, key, batch, mine)
         key, value = (
             gather_from_sequence_parallel_region(x.contiguous(), tensor_parallel_output_grad=True, group=self.cp_group)
             for x in (key, value)
@@ -97,8 +83,30 @@ class BeamCoreAttention(MegatronModule):
         return _attention(q, k, v, mask, self.scale)[0].transpose(0, 1)
 
 
+def _windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    """Causal attention of [sequences, width, heads, d] in a window smaller than width, skipping what it hides.
+
+    Queries go in blocks as wide as the window: a block sees itself and the one before, and nothing else is computed.
+    """
+    count, width, heads, dim = q.shape
+    spare = -width % window
+    blocks = (width + spare) // window
+    q, k, v = (F.pad(x, [0, 0, 0, 0, 0, spare]).unflatten(1, (blocks, window)) for x in (q, k, v))
+    k, v = (
+        torch.cat((F.pad(x, [0] * 6 + [1, 0])[:, :-1], x), dim=2) for x in (k, v)
+    )  # [sequences, blocks, 2 window, …]
+    query, key = torch.arange(window, device=q.device), torch.arange(-window, window, device=q.device)
+    distance = query[:, None] - key
+    seen = ((distance >= 0) & (distance < window)).expand(blocks, window, 2 * window).clone()
+    seen[0] &= key >= 0  # there is no block before the first
+    mask = seen.repeat(count, 1, 1)[:, None]
+    q, k, v = (x.flatten(0, 1).transpose(1, 2) for x in (q, k, v))  # [sequences * blocks, heads, …, d]
+    output = _attention(q, k, v, mask, scale).transpose(1, 2)
+    return output.reshape(count, width + spare, heads, dim)[:, :width]
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of [batch, heads, tokens, d]; mask is bool [queries, keys], or None for causal."""
+    """Attention of [batch, heads, tokens, d]; mask is bool and broadcast to [batch, heads, queries, keys]; None: causal."""
     dtype = q.dtype
     if q.device.type == "cpu":  # no slower than PyTorch's bfloat16 kernel there, and one rounding
         q, k, v = q.float(), k.float(), v.float()
@@ -127,6 +135,7 @@ class BeamSelfAttention(SelfAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.rope_theta = self.config.beam.layer_rope_theta(self.layer_number - 1)
         heads = self.num_attention_heads_per_partition
         self.gate_bias = torch.nn.Parameter(torch.zeros(heads, dtype=self.config.params_dtype))
         set_tensor_model_parallel_attributes(self.gate_bias, is_parallel=True, dim=0, stride=1)
@@ -136,20 +145,32 @@ class BeamSelfAttention(SelfAttention):
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedBatch, **_: Any
     ) -> tuple[Tensor, None]:
         """Attention block of hidden_states [tokens (/ tp if sequence parallel), 1, hidden], same shape out."""
-        query, gate, key, value = self._project(hidden_states)
+        query, gate, key, value = self._project(hidden_states, packed_seq_params)
         attend = self._checkpointed_attention_forward if self.checkpoint_core_attention else self._run_core_attention
         output = attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
-        output = numerics.output_gate(output, gate, self.gate_bias)
+        output = fused.output_gate(output, gate, self.gate_bias)
         return self.linear_proj(output.flatten(1)[:, None])
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q [tokens, heads, d], gate of the same shape, k and v [tokens, groups, d]; q and k normalised."""
+    def _project(self, hidden_states: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q [tokens, heads, d], gate of the same shape, k and v [tokens, groups, d]; q and k normed, with positions."""
         mixed, _ = self.linear_qkv(hidden_states)
-        groups, dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        heads = self.num_attention_heads_per_partition // groups
-        query, gate, key, value = mixed.view(mixed.shape[0], groups, -1, dim).split([heads, heads, 1, 1], dim=2)
-        query, gate, key, value = (x.flatten(1, 2) for x in (query, gate, key, value))
-        return self.q_layernorm(query), gate, self.k_layernorm(key), value
+        cp, index = self.pg_collection.cp, None
+        if cp.size() > 1:
+            index = context_index(batch.lengths, cp.size(), cp.rank()).to(mixed.device)
+        rotation = stretch = None
+        if self.rope_theta is None:
+            stretch = batch.stretch(index)
+        else:
+            rotation = batch.rope(self.rope_theta, self.hidden_size_per_attention_head, index)
+        return fused.split_heads(
+            mixed,
+            self.q_layernorm.weight,
+            self.k_layernorm.weight,
+            self.num_query_groups_per_partition,
+            self.config.layernorm_epsilon,
+            rotation=rotation,
+            stretch=stretch,
+        )
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Megatron's, with the gate bias sharded over tensor-parallel ranks."""

@@ -29,6 +29,11 @@ class AttentionPlan:
     restore: Tensor
     """int64 [tokens]: the place of each packed token."""
 
+    @property
+    def identity(self) -> bool:
+        """Whether the tokens lie in one rectangle as they are: nothing has to be moved."""
+        return len(self.shapes) == 1 and len(self.gather) == len(self.restore)
+
 
 @dataclass
 class PackedBatch(PackedSeqParams):
@@ -51,6 +56,7 @@ class PackedBatch(PackedSeqParams):
     """Keep the routes used in `recorded`."""
     recorded: dict[int, Tensor] = field(default_factory=dict)
     """int64 [tokens, topk] by absolute layer, of the layers on this pipeline stage."""
+    _stretch: Tensor | None = None
 
     @classmethod
     def from_lengths(
@@ -100,25 +106,25 @@ class PackedBatch(PackedSeqParams):
     def plan(self) -> AttentionPlan:
         """Rectangles for attention; shared by all layers."""
         device = self.cu_seqlens_q.device
-        starts = self.cu_seqlens_q[:-1].long()
-        sizes = self.cu_seqlens_q.diff().long()
+        sizes = torch.tensor(self.lengths)  # on the CPU: what follows asks for values, and a GPU would wait for them
+        starts = sizes.cumsum(0) - sizes
         padded = (sizes + BUCKET - 1) // BUCKET * BUCKET
         shapes: list[tuple[int, int]] = []
         gather: list[Tensor] = []
-        restore = torch.empty(sum(self.lengths), dtype=torch.int64, device=device)
+        restore = torch.empty(sum(self.lengths), dtype=torch.int64)
         offset = 0
         for width in sorted({(n + BUCKET - 1) // BUCKET * BUCKET for n in self.lengths}):
             members = (padded == width).nonzero()[:, 0]
             width = min(width, int(sizes[members].max()))
-            within = torch.arange(width, device=device)
+            within = torch.arange(width)
             real = within < sizes[members, None]  # [sequences, width]
             tokens = starts[members, None] + torch.minimum(within, sizes[members, None] - 1)
-            places = offset + torch.arange(tokens.numel(), device=device).view_as(tokens)
+            places = offset + torch.arange(tokens.numel()).view_as(tokens)
             restore[tokens[real]] = places[real]
             shapes.append((len(members), width))
             gather.append(tokens.flatten())
             offset += tokens.numel()
-        return AttentionPlan(tuple(shapes), torch.cat(gather), restore)
+        return AttentionPlan(tuple(shapes), torch.cat(gather).to(device), restore.to(device))
 
     def rope(self, theta: float, head_dim: int, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the tokens (of those at index, if given), computed once a micro batch."""
@@ -127,6 +133,12 @@ class PackedBatch(PackedSeqParams):
             inv_freq = numerics.rope_inverse_frequencies(head_dim, theta, positions.device)
             self._rope[theta] = numerics.rope_cos_sin(positions, inv_freq)
         return self._rope[theta]
+
+    def stretch(self, index: Tensor | None = None) -> Tensor:
+        """SSMax's factors of the tokens (of those at index, if given), computed once a micro batch."""
+        if self._stretch is None:
+            self._stretch = numerics.ssmax_scale(self.positions if index is None else self.positions[index])
+        return self._stretch
 
     @cached_property
     def _rope(self) -> dict[float, tuple[Tensor, Tensor]]:

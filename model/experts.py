@@ -9,6 +9,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from beam_rl.model import fused
+from beam_rl.model.mxfp8_config import Mxfp8Settings
 from beam_rl.model.transformer_config import BeamTransformerConfig
 
 
@@ -20,11 +21,16 @@ class BeamExperts(MegatronModule):
     """
 
     config: BeamTransformerConfig
+    adapter: torch.nn.Module | None
+    """Computes the MLPs of adapted experts from the rows and the frozen weights, on this rank; None without LoRA."""
+    mxfp8: tuple[Mxfp8Settings | None, Mxfp8Settings | None] = (None, None)
+    """How the products with gate_up_proj and with down_proj are quantised; None where they are not."""
 
     def __init__(
         self, num_local_experts: int, config: BeamTransformerConfig, pg_collection: Any = None, name: str | None = None
     ) -> None:
         super().__init__(config=config)
+        self.adapter = None
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         hidden = config.beam.hidden_size
         width = config.beam.moe_intermediate_size // self.tp_group.size()
@@ -48,7 +54,9 @@ class BeamExperts(MegatronModule):
         A partial sum if the experts are tensor-parallel.
         """
         ends = rows_per_expert.to(rows.device).cumsum(0, dtype=torch.int32)
-        return fused.experts_mlp(rows, self.gate_up_proj, self.down_proj, ends)
+        if self.adapter is not None:
+            return self.adapter(rows, self.gate_up_proj, self.down_proj, ends)
+        return fused.experts_mlp(rows, self.gate_up_proj, self.down_proj, ends, self.mxfp8)
 
     def backward_dw(self) -> None:
         """Nothing is deferred: weight gradients come with the backward pass."""

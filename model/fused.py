@@ -1,16 +1,21 @@
-"""Functions of `numerics` with their derivatives written out: the same values, less time and memory in training.
+"""Functions of `numerics` as training calls them: the same values with their derivatives written out.
 
-Autograd of the plain definitions keeps every float32 intermediate and passes over memory two to three times as often,
-which on a CPU is most of a training step.
+Autograd of the plain definitions keeps every float32 intermediate and passes over memory several times as often, which
+is most of a training step. On a GPU the Triton kernels of `kernels` compute them; what is here is for the CPU.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from beam_rl.model import numerics
+from beam_rl.model import mxfp8, numerics
+from beam_rl.model import rows as plain_rows
+from beam_rl.model.mxfp8_config import Mxfp8Settings
+
+if torch.cuda.is_available() or TYPE_CHECKING:  # elsewhere Triton has nothing to run on, and takes a second to import
+    from beam_rl.model.kernels import heads, mlp, norm
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -61,13 +66,35 @@ class _Rotate(torch.autograd.Function):
         return numerics.rotate(grads[0], cos, -sin), None, None
 
 
+class _ExpertLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return numerics.expert_linear(x, weight, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = F.grouped_mm(grad, weight.to(grad.dtype), offs=ends).to(x.dtype)
+        if ctx.needs_input_grad[1]:  # in the weight's own layout: autograd's would be transposed, and slow to add up
+            weight_grad = F.grouped_mm(grad.t(), x.to(grad.dtype), offs=ends).to(weight.dtype)
+        return x_grad, weight_grad, None
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`numerics.rms_norm`."""
+    if x.is_cuda:
+        return norm.rms_norm(x, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
 
 
 def swiglu(gate_up: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`numerics.swiglu` of the halves of gate_up [..., 2 * width], rounded to dtype (default: gate_up's)."""
+    if gate_up.is_cuda:
+        return mlp.swiglu(gate_up, dtype)
     return _SwiGLU.apply(gate_up, dtype or gate_up.dtype)
 
 
@@ -76,7 +103,93 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rotate.apply(x, cos, sin)
 
 
-def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
-    """`numerics.experts_mlp`."""
-    hidden = swiglu(numerics.expert_linear(x, gate_up, ends), x.dtype)
-    return numerics.expert_linear(hidden, down, ends)
+def residual_addition(branch: Tensor, weight: Tensor, residual: Tensor, eps: float, n: int) -> Tensor:
+    """`numerics.depth_residual`, the n-th, of `numerics.rms_norm` of the branch."""
+    if branch.is_cuda:
+        return norm.residual_addition(branch, weight, residual, eps, numerics.depth_scales(n))
+    return numerics.depth_residual(rms_norm(branch, weight, eps), residual, n)
+
+
+def boundary(
+    branch: Tensor, weight: Tensor, residual: Tensor, next_weight: Tensor, eps: float, n: int
+) -> tuple[Tensor, Tensor]:
+    """`residual_addition`, and the next sublayer's norm of its result."""
+    if branch.is_cuda:
+        return norm.boundary(branch, weight, residual, next_weight, eps, numerics.depth_scales(n))
+    total = residual_addition(branch, weight, residual, eps, n)
+    return total, rms_norm(total, next_weight, eps)
+
+
+def output_gate(attention: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
+    """`numerics.output_gate` of [tokens, heads, dim]."""
+    return (heads if attention.is_cuda else numerics).output_gate(attention, gate, bias)
+
+
+def split_heads(
+    mixed: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    groups: int,
+    eps: float,
+    *,
+    rotation: tuple[Tensor, Tensor] | None,
+    stretch: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q and its gate [tokens, heads, dim], k and v [tokens, groups, dim] of a fused projection, q and k with positions.
+
+    Args:
+        mixed: [tokens, 1, …]: for every key-value group its q heads, their gates, its k, its v, dim values each.
+        q_weight, k_weight: [dim], of the norms.
+        rotation: cosines and sines of a layer with RoPE (`numerics.rotate`).
+        stretch: float32 [tokens], SSMax's factors of q, of a layer without.
+    """
+    if mixed.is_cuda:
+        return heads.split_heads(mixed, q_weight, k_weight, groups, eps, rotation=rotation, stretch=stretch)
+    dim = len(q_weight)
+    parts = mixed.view(len(mixed), groups, -1, dim)
+    inner = parts.shape[2] // 2 - 1
+    q, gate, k, v = (x.flatten(1, 2) for x in parts.split([inner, inner, 1, 1], dim=2))
+    q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    if rotation is not None:
+        return rotate(q, *rotation), gate, rotate(k, *rotation), v
+    assert stretch is not None
+    return numerics.stretch(q, stretch), gate, k, v
+
+
+def spread_rows(x: Tensor, index: Tensor, places: Tensor, copies: int = 1) -> Tensor:
+    """`rows.spread_rows`."""
+    return (mlp if x.is_cuda else plain_rows).spread_rows(x, index, places, copies)
+
+
+def combine(
+    outputs: Tensor, places: Tensor, order: Tensor, weights: Tensor, scaling: float, dtype: torch.dtype
+) -> Tensor:
+    """`numerics.combine_experts`, [tokens, hidden], of expert outputs [rows, hidden] that lie sorted by expert.
+
+    Args:
+        places: int64 [tokens * topk]: where the outputs of each token's experts are.
+        order: its inverse.
+        weights: float32 [tokens, topk].
+    """
+    if outputs.is_cuda:
+        return mlp.combine(outputs, places, weights, scaling, dtype)
+    gathered = plain_rows.spread_rows(outputs, places, order).view(*weights.shape, -1)
+    return numerics.combine_experts(gathered, weights, scaling, dtype)
+
+
+def experts_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ends: Tensor,
+    settings: tuple[Mxfp8Settings | None, Mxfp8Settings | None] = (None, None),
+) -> Tensor:
+    """`numerics.experts_mlp`, whose two products are in MXFP8 where they have settings."""
+    hidden = swiglu(_expert_linear(x, gate_up, ends, settings[0]), x.dtype)
+    return _expert_linear(hidden, down, ends, settings[1])
+
+
+def _expert_linear(x: Tensor, weight: Tensor, ends: Tensor, settings: Mxfp8Settings | None) -> Tensor:
+    if settings is None:
+        return _ExpertLinear.apply(x, weight, ends)
+    return mxfp8.grouped_linear(x, weight, ends, settings)

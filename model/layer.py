@@ -1,13 +1,11 @@
 """Beam's transformer layer on Megatron-Core: sandwich norms, depth-scaled residual, SwiGLU in float32."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -16,11 +14,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from beam_rl.model import fused, numerics
+from beam_rl.model import fused
 from beam_rl.model.attention import BeamCoreAttention, BeamSelfAttention
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.experts import BeamExperts
+from beam_rl.model.linear import BeamColumnParallelLinear, BeamRowParallelLinear
 from beam_rl.model.moe import BeamMoELayer, BeamRouter
+from beam_rl.model.mxfp8_config import Mxfp8Settings
 from beam_rl.model.transformer_config import BeamTransformerConfig
 
 
@@ -61,15 +61,40 @@ class BeamTransformerLayer(TransformerLayer):
         self.post_attention_layernorm = norm()
         self.post_feedforward_layernorm = norm()
         # layer_number counts from 1 over all pipeline stages; addition 1 would be the embedding.
-        n = 2 * self.layer_number
-        self.self_attn_bda = self._residual_addition("post_attention_layernorm", n)
-        self.mlp_bda = self._residual_addition("post_feedforward_layernorm", n + 1)
+        self.self_attn_bda = lambda training, fused: self._add_attention
+        self.mlp_bda = lambda training, fused: self._add_mlp
+        self._normed: Tensor | None = None
+        if config.mxfp8 is not None:
+            self._use_mxfp8(config.mxfp8)
 
-    def _residual_addition(self, norm: str, n: int) -> Callable:
-        def add(branch_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-            return numerics.depth_residual(getattr(self, norm)(branch_and_bias[0]), residual, n)
+    def _use_mxfp8(self, settings: Mxfp8Settings) -> None:
+        """Tell the projections that the settings cover, each by one of its Hugging Face names."""
+        prefix = f"model.layers.{self.layer_number - 1}."
+        attention, mlp = self.self_attention, self.mlp
+        linears = {"self_attn.q_proj": attention.linear_qkv, "self_attn.o_proj": attention.linear_proj}
+        if isinstance(mlp, BeamMoELayer):
+            gate_up, down = (settings.covers(f"{prefix}mlp.experts.0.{name}_proj") for name in ("gate", "down"))
+            mlp.experts.mxfp8 = (settings if gate_up else None, settings if down else None)
+        else:
+            linears |= {"mlp.gate_proj": mlp.linear_fc1, "mlp.down_proj": mlp.linear_fc2}
+        for name, linear in linears.items():
+            linear.mxfp8 = settings if settings.covers(f"{prefix}{name}") else None
 
-        return lambda training, fused: add
+    def _add_attention(self, branch_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        """The residual after attention; the MLP's norm of it is computed along, and waits in `_normed`."""
+        total, self._normed = fused.boundary(
+            branch_and_bias[0],
+            self.post_attention_layernorm.weight,
+            residual,
+            self.pre_mlp_layernorm.weight,
+            self.config.layernorm_epsilon,
+            2 * self.layer_number,
+        )
+        return total
+
+    def _add_mlp(self, branch_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        norm, eps = self.post_feedforward_layernorm, self.config.layernorm_epsilon
+        return fused.residual_addition(branch_and_bias[0], norm.weight, residual, eps, 2 * self.layer_number + 1)
 
     def _forward_mlp(
         self,
@@ -78,8 +103,8 @@ class BeamTransformerLayer(TransformerLayer):
         padding_mask: Tensor | None = None,
         packed_seq_params: PackedBatch | None = None,
     ) -> Tensor:
-        """Megatron's, handing the micro batch to the experts; no chunking, no inference."""
-        normed = self._forward_pre_mlp_layernorm(hidden_states)
+        """Megatron's, of the norm that `_add_attention` left, handing the micro batch to the experts."""
+        normed, self._normed = self._normed, None
         if self.is_moe_layer:
             output = self.mlp(normed, packed_seq_params)
         elif self.recompute_mlp:
@@ -95,9 +120,9 @@ def layer_spec(*, sparse: bool) -> ModuleSpec:
         module=BeamSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=BeamColumnParallelLinear,
             core_attention=BeamCoreAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=BeamRowParallelLinear,
             q_layernorm=BeamRMSNorm,
             k_layernorm=BeamRMSNorm,
         ),
@@ -106,7 +131,7 @@ def layer_spec(*, sparse: bool) -> ModuleSpec:
     if sparse:
         mlp = partial(BeamMoELayer, submodules=MoESubmodules(router=BeamRouter, experts=BeamExperts))
     else:
-        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        linears = MLPSubmodules(linear_fc1=BeamColumnParallelLinear, linear_fc2=BeamRowParallelLinear)
         mlp = partial(BeamMLP.as_mlp_submodule, submodules=linears)
     return ModuleSpec(
         module=BeamTransformerLayer,

@@ -10,10 +10,9 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from beam_rl.model import numerics
+from beam_rl.model import fused, numerics
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.experts import BeamExperts
-from beam_rl.model.rows import spread_rows
 from beam_rl.model.transformer_config import BeamTransformerConfig
 
 
@@ -90,6 +89,11 @@ class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
     experts: one rounding, whatever the layout. (Megatron weights inside the experts and sums in the model's dtype.)
     """
 
+    @property
+    def alone(self) -> bool:
+        """Whether all experts are here, whole."""
+        return self.ep_size == self.tp_size == 1
+
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -99,24 +103,28 @@ class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self.probs = probs
         counts = torch.zeros(len(ids), self.num_experts, dtype=torch.int32, device=ids.device)
         counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))
-        self.tokens_per_expert = self.preprocess(counts)
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
+        if self.alone:  # nothing is sent, so the CPU need not know, nor wait for the GPU
+            self.tokens_per_expert = counts.sum(0)
+        else:
+            self.tokens_per_expert = self.preprocess(counts)
+            self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
         order = self.order = ids.flatten().argsort(stable=True)
         self.places = torch.empty_like(order)
         self.places[order] = torch.arange(len(order), device=order.device)
         topk = ids.shape[1]
-        return spread_rows(hidden_states.flatten(0, -2), order // topk, self.places, topk), None
+        return fused.spread_rows(hidden_states.flatten(0, -2), order // topk, self.places, topk), None
 
     def token_dispatch(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, None]:
         """Send rows to the ranks of their experts; the weights stay at home."""
+        if self.alone:
+            return rows, None
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
         return all_to_all(self.ep_group, rows, self.output_splits, self.input_splits), None
 
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor, None]:
         """Bring the rows of each local expert together: rows, rows per local expert."""
-        if self.ep_size == self.tp_size == 1:  # they already are
-            tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
-            return rows, self._maybe_dtoh_and_synchronize("before_finish", tokens_per_expert), None
+        if self.alone:  # they already are
+            return rows, self.tokens_per_expert, None
         if self.tp_size > 1:
             sizes = None if self.output_splits_tp is None else self.output_splits_tp.tolist()
             rows = gather_from_sequence_parallel_region(rows, group=self.tp_group, output_split_sizes=sizes)
@@ -128,15 +136,17 @@ class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Undo `dispatch_postprocess`."""
-        if self.ep_size == self.tp_size == 1:
-            return hidden_states
-        return super().combine_preprocess(hidden_states)
+        return hidden_states if self.alone else super().combine_preprocess(hidden_states)
+
+    def token_combine(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Undo `token_dispatch`."""
+        return hidden_states if self.alone else super().token_combine(hidden_states, *args, **kwargs)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """Weighted sum of each token's expert outputs, scaled, in the shape of the layer's input."""
-        outputs = spread_rows(permutated_local_input_tokens, self.places, self.order).view(*self.probs.shape, -1)
-        scaling = self.config.beam.routed_scaling_factor
-        total = numerics.combine_experts(outputs, self.probs, scaling, self.config.params_dtype)
+        scaling, dtype = self.config.beam.routed_scaling_factor, self.config.params_dtype
+        rows = permutated_local_input_tokens
+        total = fused.combine(rows, self.places, self.order, self.probs, scaling, dtype)
         return total.view(self.hidden_shape)
 
 

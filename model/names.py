@@ -2,10 +2,15 @@
 
 Every Hugging Face tensor's local part is a view of a Megatron parameter (`Piece`): loading copies a slice of the
 checkpoint into the view, exporting gathers the views. Experts have per-expert names everywhere.
+
+Under LoRA an export is of merged weights: each part gets its adapter's product on the rank that holds it, from the
+pristine base every time, so that nothing accumulates.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +23,12 @@ from beam_rl.model.config import BeamConfig
 from beam_rl.model.experts import BeamExperts
 from beam_rl.model.gpt import BeamModel
 from beam_rl.model.layer import BeamTransformerLayer
+from beam_rl.model.lora import pairs
+from beam_rl.model.lora_pair import LoraPair
 from beam_rl.model.moe import BeamMoELayer
 from beam_rl.model.tensors import hf_tensors, is_float32
 
-__all__ = ["Piece", "export_hf", "hf_tensors", "load_hf", "pieces"]
+__all__ = ["Piece", "adapter_matrices", "export_adapter", "export_hf", "fingerprint", "hf_tensors", "load_hf", "pieces"]
 
 NORMS = {
     "input_layernorm": "input_layernorm",
@@ -46,6 +53,10 @@ class Piece:
     """Axis along which the ranks of `group` hold consecutive parts; None: everyone holds all of it."""
     group: dist.ProcessGroup | None = None
     """Tensor-parallel group of the parts: the experts', or everything else's."""
+    pair: LoraPair | None = None
+    """The adapter beside it."""
+    expert: int | None = None
+    """Index of an expert's piece among the pair's local experts."""
 
     def load(self, checkpoint: HFCheckpoint) -> None:
         """Copy this part, and only it, from the checkpoint."""
@@ -57,8 +68,10 @@ class Piece:
         self.view.copy_(part.view(self.view.shape))
 
     def full(self) -> Tensor:
-        """The whole tensor, gathered over `group` (a collective); may share memory with the parameter."""
+        """The whole tensor, merged and gathered over `group` (a collective); may share memory with the parameter."""
         part = self.view.reshape(self.shape)
+        if self.pair is not None:
+            part = self.pair.merged(part, self.expert)
         if self.axis is None or self.group is None or self.group.size() == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.group.size())]
@@ -82,8 +95,21 @@ def _whole(name: str, parameter: Tensor) -> Piece:
     return Piece(name, parameter.data, tuple(parameter.shape))
 
 
-def _split(name: str, part: Tensor, axis: int, group: dist.ProcessGroup) -> Piece:
-    return Piece(name, part.data, tuple(part.shape), axis, group)
+def _split(
+    name: str,
+    part: Tensor,
+    axis: int,
+    group: dist.ProcessGroup,
+    pair: LoraPair | None = None,
+    expert: int | None = None,
+) -> Piece:
+    return Piece(name, part.data, tuple(part.shape), axis, group, pair, expert)
+
+
+def _pair(module: torch.nn.Module, projection: str) -> LoraPair | None:
+    """The adapter's pair of a projection inside a Megatron module."""
+    adapter: Any = getattr(module, "adapter", None)
+    return None if adapter is None else adapter.pair(projection)
 
 
 def _layer_pieces(layer: BeamTransformerLayer) -> Iterator[Piece]:
@@ -97,10 +123,11 @@ def _layer_pieces(layer: BeamTransformerLayer) -> Iterator[Piece]:
         yield _whole(f"{prefix}mlp.gate.e_score_correction_bias", mlp.router.expert_bias)
         yield from _expert_pieces(f"{prefix}mlp.experts.", mlp.experts, mlp.local_expert_indices)
     else:
-        gate, up = mlp.linear_fc1.weight.chunk(2)
-        yield _split(f"{prefix}mlp.gate_proj.weight", gate, 0, layer.tp_group)
-        yield _split(f"{prefix}mlp.up_proj.weight", up, 0, layer.tp_group)
-        yield _split(f"{prefix}mlp.down_proj.weight", mlp.linear_fc2.weight, 1, layer.tp_group)
+        tp, gate_up, down = layer.tp_group, mlp.linear_fc1, mlp.linear_fc2
+        gate, up = gate_up.weight.chunk(2)
+        yield _split(f"{prefix}mlp.gate_proj.weight", gate, 0, tp, _pair(gate_up, "gate_proj"))
+        yield _split(f"{prefix}mlp.up_proj.weight", up, 0, tp, _pair(gate_up, "up_proj"))
+        yield _split(f"{prefix}mlp.down_proj.weight", down.weight, 1, tp, _pair(down, "down_proj"))
 
 
 def _attention_pieces(prefix: str, attention: BeamSelfAttention) -> Iterator[Piece]:
@@ -111,20 +138,23 @@ def _attention_pieces(prefix: str, attention: BeamSelfAttention) -> Iterator[Pie
     fused = attention.linear_qkv.weight.data.view(groups, 2 * heads + 2, dim, -1)
     for name, part in zip(("q", "gate", "k", "v"), fused.split([heads, heads, 1, 1], dim=1), strict=True):
         rows = part.shape[0] * part.shape[1] * dim
-        yield Piece(f"{prefix}{name}_proj.weight", part, (rows, part.shape[3]), 0, tp)
+        pair = _pair(attention.linear_qkv, f"{name}_proj")
+        yield Piece(f"{prefix}{name}_proj.weight", part, (rows, part.shape[3]), 0, tp, pair)
     yield _split(f"{prefix}gate_bias", attention.gate_bias, 0, tp)
-    yield _split(f"{prefix}o_proj.weight", attention.linear_proj.weight, 1, tp)
+    out = attention.linear_proj
+    yield _split(f"{prefix}o_proj.weight", out.weight, 1, tp, _pair(out, "o_proj"))
     yield _whole(f"{prefix}q_norm.weight", attention.q_layernorm.weight)
     yield _whole(f"{prefix}k_norm.weight", attention.k_layernorm.weight)
 
 
 def _expert_pieces(prefix: str, experts: BeamExperts, indices: Sequence[int]) -> Iterator[Piece]:
     etp = experts.tp_group
+    gate_pair, up_pair, down_pair = (_pair(experts, f"{name}_proj") for name in ("gate", "up", "down"))
     for local, index in enumerate(indices):
         gate, up = experts.gate_up_proj[local].chunk(2)
-        yield _split(f"{prefix}{index}.gate_proj.weight", gate, 0, etp)
-        yield _split(f"{prefix}{index}.up_proj.weight", up, 0, etp)
-        yield _split(f"{prefix}{index}.down_proj.weight", experts.down_proj[local], 1, etp)
+        yield _split(f"{prefix}{index}.gate_proj.weight", gate, 0, etp, gate_pair, local)
+        yield _split(f"{prefix}{index}.up_proj.weight", up, 0, etp, up_pair, local)
+        yield _split(f"{prefix}{index}.down_proj.weight", experts.down_proj[local], 1, etp, down_pair, local)
 
 
 @torch.no_grad()
@@ -141,8 +171,8 @@ def export_hf(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Te
 
     Every rank must exhaust the iterator: each step is a collective over tensor, expert and pipeline ranks. No more
     than one tensor a expert-parallel rank is held at a time. The router and its correction bias come in float32,
-    everything else in the parameters' dtype. A tensor may share memory with a parameter: copy it before the next
-    update.
+    everything else in the parameters' dtype. Under LoRA the weights are merged. A tensor may share memory with a
+    parameter: copy it before the next update.
     """
     models = [_unwrap(chunk) for chunk in model_chunks]
     config, groups = models[0].config, models[0].pg_collection
@@ -166,6 +196,74 @@ def export_hf(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Te
         yield from zip(names, tensors, strict=True)
 
 
+@torch.no_grad()
+def adapter_matrices(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, str, Tensor]]:
+    """All adapters, whole, one matrix after the other, the same on every rank: (module, "lora_A" or "lora_B", matrix).
+
+    An expert projection's module goes without the expert's number, and its matrix is [experts, …]. Every rank must
+    exhaust the iterator, as with `export_hf`; nothing comes without LoRA.
+    """
+    models = [_unwrap(chunk) for chunk in model_chunks]
+    config, pp = models[0].config, models[0].pg_collection.pp
+    mine = {pair.name: pair for model in models for pair in pairs(model)}
+    device = next(models[0].parameters()).device
+    for owner, names in enumerate(_held(list(mine), pp)):
+        for name in names:
+            for matrix in ("lora_A", "lora_B"):
+                if pp.rank() == owner:
+                    tensor = mine[name].full(matrix)
+                else:
+                    tensor = torch.empty(0, dtype=config.params_dtype, device=device)
+                yield name, matrix, _from_owner(tensor, owner, pp)
+
+
+def export_adapter(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """All adapters as `adapter_matrices` gives them, under PEFT's names, which number the experts."""
+    for name, matrix, tensor in adapter_matrices(model_chunks):
+        block, numbered, projection = name.rpartition("experts.")
+        if not numbered:
+            yield f"base_model.model.{name}.{matrix}.weight", tensor
+            continue
+        for expert, part in enumerate(tensor):
+            yield f"base_model.model.{block}experts.{expert}.{projection}.{matrix}.weight", part
+
+
+def _from_owner(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> Tensor:
+    """The tensor of one rank of the group, whose shape the others do not know."""
+    if group.size() == 1:
+        return tensor
+    source = dist.get_global_rank(group, owner)
+    shape = [tuple(tensor.shape)]
+    dist.broadcast_object_list(shape, source, group=group)
+    tensor = tensor.contiguous() if group.rank() == owner else tensor.new_empty(shape[0])
+    dist.broadcast(tensor, source, group=group)
+    return tensor
+
+
+@torch.no_grad()
+def fingerprint(model_chunks: Sequence[torch.nn.Module]) -> str:
+    """A number that tells one base model's weights from another's, the same under every layout, on every rank.
+
+    It is the sum of each tensor's bits read as integers, weighted by its name: exact in any order, one pass over the
+    weights. (It does not see elements that changed places inside a tensor.) Adapters do not count.
+    """
+    models = [_unwrap(chunk) for chunk in model_chunks]
+    groups = models[0].pg_collection
+    device = next(models[0].parameters()).device
+    sums = {kind: torch.zeros((), dtype=torch.int64, device=device) for kind in ("whole", "tp", "experts")}
+    for piece in (piece for model in models for piece in pieces(model)):
+        bits = piece.view.view(torch.int32 if piece.view.dtype == torch.float32 else torch.int16)
+        weight = int.from_bytes(hashlib.sha256(piece.name.encode()).digest()[:4], "big")
+        kind = "experts" if ".experts." in piece.name else "whole" if piece.axis is None else "tp"
+        sums[kind] += bits.sum(dtype=torch.int64) * weight
+    dist.all_reduce(sums["tp"], group=groups.tp)
+    dist.all_reduce(sums["experts"], group=groups.expt_tp)
+    dist.all_reduce(sums["experts"], group=groups.ep)
+    total = sums["whole"] + sums["tp"] + sums["experts"]
+    dist.all_reduce(total, group=groups.pp)
+    return f"{int(total) & (2**64 - 1):016x}"
+
+
 def _gather(piece: Piece, ranks: int, groups: ProcessGroupCollection) -> list[Tensor]:
     """The piece's whole tensor, and for an expert those of its counterparts on the other expert-parallel ranks."""
     full = piece.full()
@@ -178,12 +276,16 @@ def _gather(piece: Piece, ranks: int, groups: ProcessGroupCollection) -> list[Te
 
 def _owners(mine: dict[str, Piece], groups: ProcessGroupCollection) -> dict[str, int]:
     """Pipeline rank that holds each tensor's pieces; of the experts, only this expert-parallel rank's are known."""
-    held: list[list[str] | None] = [None] * groups.pp.size()
-    if groups.pp.size() > 1:
-        dist.all_gather_object(held, list(mine), group=groups.pp)
-    else:
-        held = [list(mine)]
-    return {name: rank for rank, names in enumerate(held) for name in names or ()}
+    return {name: rank for rank, names in enumerate(_held(list(mine), groups.pp)) for name in names}
+
+
+def _held(names: list[str], group: dist.ProcessGroup) -> list[list[str]]:
+    """The names that each rank of the group has."""
+    if group.size() == 1:
+        return [names]
+    held: list[list[str]] = [[]] * group.size()
+    dist.all_gather_object(held, names, group=group)
+    return held
 
 
 def _export_order(shapes: dict[str, tuple[int, ...]], config: BeamConfig, ranks: int) -> Iterator[tuple[str, ...]]:

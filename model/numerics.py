@@ -64,7 +64,12 @@ def ssmax_scale(positions: Tensor) -> Tensor:
 
 def apply_ssmax(q: Tensor, positions: Tensor) -> Tensor:
     """Queries [tokens, heads, head_dim] of a layer without RoPE, scaled in float32, one rounding."""
-    return (q.float() * ssmax_scale(positions)[:, None, None]).to(q.dtype)
+    return stretch(q, ssmax_scale(positions))
+
+
+def stretch(q: Tensor, scale: Tensor) -> Tensor:
+    """Queries [tokens, heads, head_dim] times scale float32 [tokens], one rounding."""
+    return (q.float() * scale[:, None, None]).to(q.dtype)
 
 
 def output_gate(attention: Tensor, gate: Tensor, bias: Tensor) -> Tensor:

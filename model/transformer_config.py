@@ -9,8 +9,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
+from beam_rl.model.mxfp8_config import Mxfp8Settings
 
 Recompute = Literal["full", "moe", "core_attn", "mlp"]
+
+UNSUPPORTED = {
+    "virtual_pipeline_model_parallel_size": "virtual pipelining is not supported; use pp alone",
+    "num_layers_in_first_pipeline_stage": "pipeline stages have equal numbers of layers; choose a pp that divides them",
+    "num_layers_in_last_pipeline_stage": "pipeline stages have equal numbers of layers; choose a pp that divides them",
+    "pipeline_model_parallel_layout": "pipeline stages have equal numbers of layers; choose a pp that divides them",
+    "hierarchical_context_parallel_sizes": "context parallelism has one level; use cp alone",
+    "moe_router_fusion": "it would bypass the replay of routes (R3)",
+}
+"""Megatron's options that Beam's modules do not have, by field, with the reason and the remedy."""
 
 
 @dataclass
@@ -18,6 +29,8 @@ class BeamTransformerConfig(TransformerConfig):
     """Megatron's configuration together with the Beam that it was made from, which the Beam modules read."""
 
     hf: BeamConfig | None = None
+    mxfp8: Mxfp8Settings | None = None
+    """Which projections run in MXFP8, and how; None: none."""
 
     @property
     def beam(self) -> BeamConfig:
@@ -37,6 +50,7 @@ def transformer_config(
     cp: int = 1,
     sequence_parallel: bool | None = None,
     recompute: Recompute | None = None,
+    mxfp8: Mxfp8Settings | None = None,
     **overrides: Any,
 ) -> BeamTransformerConfig:
     """Megatron configuration of a Beam under a parallel layout.
@@ -47,15 +61,23 @@ def transformer_config(
         tp, pp, ep, etp, cp: sizes of tensor, pipeline, expert, expert-tensor and context parallelism.
         sequence_parallel: default is tp > 1, which experts need.
         recompute: "full" recomputes whole layers in the backward pass, the others the named part.
+        mxfp8: run projections in MXFP8.
         overrides: any other `TransformerConfig` field.
 
     Raises:
-        BadInput: a size that does not divide the model.
+        BadInput: a layout that does not divide the model, or that Megatron or the Beam modules cannot run;
+            a size on a rank that does not suit MXFP8.
     """
-    _check_layout(hf, tp=tp, pp=pp, ep=ep, etp=etp)
+    if sequence_parallel is None:
+        sequence_parallel = tp > 1
+    _check_layout(hf, tp=tp, pp=pp, ep=ep, etp=etp, cp=cp)
+    _check_features(tp, sequence_parallel, overrides)
+    if mxfp8 is not None:
+        mxfp8.check(hf, tp=tp, etp=etp)
     sparse = bool(hf.sparse_layers)
     fields: dict[str, Any] = {
         "hf": hf,
+        "mxfp8": mxfp8,
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
         "ffn_hidden_size": hf.intermediate_size,
@@ -86,7 +108,7 @@ def transformer_config(
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "context_parallel_size": cp,
-        "sequence_parallel": tp > 1 if sequence_parallel is None else sequence_parallel,
+        "sequence_parallel": sequence_parallel,
         "variable_seq_lengths": pp > 1,  # packed micro batches differ in length
     }
     if sparse:
@@ -110,17 +132,28 @@ def transformer_config(
     return BeamTransformerConfig(**(fields | overrides))
 
 
-def _check_layout(hf: BeamConfig, *, tp: int, pp: int, ep: int, etp: int) -> None:
-    rules = (
+def _check_layout(hf: BeamConfig, *, tp: int, pp: int, ep: int, etp: int, cp: int) -> None:
+    rules = [
         ("tp", tp, "num_attention_heads", hf.num_attention_heads),
         ("tp", tp, "num_key_value_heads", hf.num_key_value_heads),
         ("tp", tp, "intermediate_size", hf.intermediate_size),
         ("tp", tp, "vocab_size", hf.vocab_size),
+        ("pp", pp, "num_hidden_layers", hf.num_hidden_layers),
         ("ep", ep, "num_experts", hf.num_experts),
         ("etp", etp, "moe_intermediate_size", hf.moe_intermediate_size),
-    )
+    ]
     for axis, size, name, whole in rules:
         if size < 1 or whole % size:
             raise BadInput(f"{axis} = {size} does not divide the model's {name} ({whole})")
-    if not 1 <= pp <= hf.num_hidden_layers:
-        raise BadInput(f"pp = {pp} must be between 1 and the model's num_hidden_layers ({hf.num_hidden_layers})")
+    if cp < 1:
+        raise BadInput(f"cp = {cp}: it must be at least 1")
+    if not hf.sparse_layers and ep > 1:
+        raise BadInput(f"ep = {ep}: the model has no experts to distribute; set ep to 1")
+
+
+def _check_features(tp: int, sequence_parallel: bool, overrides: dict[str, Any]) -> None:
+    if sequence_parallel and tp == 1:
+        raise BadInput("sequence_parallel = True with tp = 1: it splits tokens over tensor-parallel ranks; set tp > 1")
+    for name, why in UNSUPPORTED.items():
+        if overrides.get(name):
+            raise BadInput(f"{name} = {overrides[name]!r}: {why}")

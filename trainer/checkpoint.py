@@ -1,19 +1,23 @@
 """Checkpoints of a `TrainerEngine`: Megatron's torch_dist format, resharding over layouts, written atomically.
 
 A folder is complete or absent: it is written beside its place under a hidden name, closed with Megatron's integrity
-manifest (a SHA-256 of every file), and renamed. Loading verifies the manifest first.
+manifest (a SHA-256 of every file), and renamed. Loading verifies the manifest first (`manifest`).
+
+Saving has two parts: `begin` copies everything to host memory and starts a thread that writes the files, `PendingSave`
+waits for the thread and closes the folder. Megatron offers the same request to processes that it forks or spawns. A
+fork of a trainer with the threads of Ray, gRPC and OpenMP inherits their locks in whatever state they are, and the
+spawned worker insists on CUDA; a thread that writes files needs neither, because writing releases the interpreter.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,19 +27,53 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
 
 from beam_rl.model.errors import BadInput
-from beam_rl.trainer import optimizer
+from beam_rl.trainer import distributed, manifest, optimizer
 
 if TYPE_CHECKING:
     from beam_rl.trainer.engine import TrainerEngine
 
-MANIFEST = "integrity.json"
-"""Megatron's manifest; written last, so a folder that has it is complete."""
+
+@dataclass
+class PendingSave:
+    """A checkpoint on its way to the disk; its methods are collectives of all ranks."""
+
+    path: Path
+    """The folder's final name."""
+    partial: Path
+    """The folder's name until then."""
+    writer: Thread
+    """Writes this rank's files."""
+    request: Any
+    """Megatron's, whose last functions gather what the ranks have written and close the folder."""
+
+    def written(self) -> bool:
+        """Whether every rank has written its files."""
+        writing = torch.tensor(int(self.writer.is_alive()), device=distributed.device())
+        dist.all_reduce(writing)
+        return int(writing) == 0
+
+    def finish(self) -> None:
+        """Wait for the files of all ranks, then close the folder and give it its name.
+
+        Raises what Megatron raises when a file could not be written; the folder then never appears.
+        """
+        self.writer.join()
+        for close in self.request.finalize_fns:
+            close()
+        if dist.get_rank() == 0:
+            _sync(self.partial)
+            _replace(self.partial, self.path)
+        dist.barrier()
 
 
-def save(engine: TrainerEngine, path: Path, extra: Mapping[str, Any]) -> None:
-    """Write `engine` and `extra` (plain values and tensors, the same on every rank) as the folder `path`."""
+def begin(engine: TrainerEngine, path: Path, extra: Mapping[str, Any]) -> PendingSave:
+    """Copy `engine` and `extra` (plain values and tensors, the same on every rank), and start to write `path`.
+
+    Training may go on at once; the folder appears when the result's `finish` has run.
+    """
     partial = path.with_name(f".{path.name}.partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -45,15 +83,33 @@ def save(engine: TrainerEngine, path: Path, extra: Mapping[str, Any]) -> None:
     state |= {"extra": dict(extra), "made_by": _identity(engine), "random_layout": _layout()}
     if engine.config.optimizer is not None:
         state["schedule"] = engine.schedule.state_dict()
-    dist_checkpointing.save(state, str(partial), verify_integrity=True)
-    if dist.get_rank() == 0:
-        _sync(partial)
-        _replace(partial, path)
-    dist.barrier()
+    request: Any = dist_checkpointing.save(
+        state, str(partial), async_sharded_save=True, async_strategy="mcore", verify_integrity=True
+    )
+    writer = Thread(target=_write, args=(request, _copied(request)), name=f"save {path.name}", daemon=True)
+    writer.start()
+    return PendingSave(path, partial, writer, request)
+
+
+def _copied(request: Any) -> list[Any]:
+    """Arguments of the request's writer, every tensor copied to host memory of its own."""
+    if request.async_fn is None:  # another rank saves all that this one holds
+        return []
+    rank, buckets, results = request.async_fn_args
+    copies = [
+        (file, key, (objects, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]))
+        for file, key, (objects, tensors) in buckets
+    ]
+    return [rank, copies, results]
+
+
+def _write(request: Any, arguments: list[Any]) -> None:
+    if request.async_fn is not None:
+        request.async_fn(*arguments, **request.async_fn_kwargs)
 
 
 def load(engine: TrainerEngine, path: Path) -> dict[str, Any]:
-    """Bring `engine` to the state that was saved in `path`; returns the `extra` of `save`."""
+    """Bring `engine` to the state that was saved in `path`; returns the `extra` of `begin`."""
     verify(path)
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
@@ -65,7 +121,7 @@ def load(engine: TrainerEngine, path: Path) -> dict[str, Any]:
         del state["random"]  # another layout has other ranks: theirs start from the seed
     state = dist_checkpointing.load(state, str(path))
     for i, model in enumerate(engine.models):
-        model.load_state_dict(state[f"model{i}"])
+        model.load_state_dict(_frozen(engine, model) | state[f"model{i}"])
     if engine.config.optimizer is not None:
         optimizer.load_state(engine.optimizer, state["optimizer"])
         engine.schedule.num_steps = 0  # Megatron adds the loaded count to what is there
@@ -76,38 +132,24 @@ def load(engine: TrainerEngine, path: Path) -> dict[str, Any]:
     return state["extra"]
 
 
-def is_complete(path: Path) -> bool:
-    """Whether `path` is a checkpoint that was written to its end (its files may have been damaged since)."""
-    return (path / MANIFEST).is_file()
-
-
 def verify(path: Path) -> None:
-    """Raise `BadInput` naming the folder or the file if `path` is not an undamaged, complete checkpoint."""
-    if not path.is_dir():
-        raise BadInput(f"checkpoint {path}: no such folder")
-    if not is_complete(path):
-        raise BadInput(f"checkpoint {path}: {MANIFEST} is missing, so it was never finished; use an earlier one")
-    try:
-        dist_checkpointing.validation.verify_integrity_manifest(str(path))
-    except (CheckpointingException, json.JSONDecodeError, KeyError) as error:
-        raise BadInput(f"checkpoint {path} is damaged; use an earlier one: {error}") from error
+    """Raise `BadInput` unless `path` is a whole checkpoint: it names the file at fault, and the newest whole one.
 
-
-def prune(folder: Path, keep: int) -> None:
-    """Delete what was never finished, and all but the `keep` newest checkpoints of `folder` (names end in a step)."""
-    numbered = {}
-    for path in folder.iterdir():
-        if path.name.startswith(".") and path.name.endswith((".partial", ".replaced")):
-            shutil.rmtree(path)
-        elif (step := re.search(r"(\d+)$", path.name)) and is_complete(path):
-            numbered[int(step[1])] = path
-    for step_number in sorted(numbered)[: max(0, len(numbered) - keep)]:
-        doomed = numbered[step_number]
-        (doomed / MANIFEST).unlink()  # first, so that a half-deleted folder is no checkpoint
-        shutil.rmtree(doomed)
+    A collective: the first rank reads, and all ranks learn what it found.
+    """
+    refusal: list[str | None] = [None]
+    if dist.get_rank() == 0 and (fault := manifest.fault(path)):
+        other = manifest.newest_whole(path)
+        offer = f"the newest whole one is {other}" if other else "there is no whole one beside it"
+        refusal = [f"checkpoint {path}: {fault}; {offer}"]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise BadInput(refusal[0])
 
 
 def _sharded_state(engine: TrainerEngine, *, loading: bool) -> dict[str, Any]:
+    """Everything that differs between ranks, as Megatron's sharded tensors and objects."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -120,7 +162,17 @@ def _sharded_state(engine: TrainerEngine, *, loading: bool) -> dict[str, Any]:
         models |= {f"model{i}": model.sharded_state_dict(metadata=metadata)}
     if engine.config.optimizer is not None:
         state["optimizer"] = engine.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
-    return state | models
+    for i, model in enumerate(engine.models):
+        frozen = _frozen(engine, model)
+        state[f"model{i}"] = {name: part for name, part in models[f"model{i}"].items() if name not in frozen}
+    return state
+
+
+def _frozen(engine: TrainerEngine, model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters that are not trained: the checkpoint that training started from has them, so ours do not."""
+    if engine.config.optimizer is None:
+        return {}
+    return {name: parameter.data for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def _identity(engine: TrainerEngine) -> dict[str, Any]:
@@ -128,11 +180,16 @@ def _identity(engine: TrainerEngine) -> dict[str, Any]:
     hf = engine.hf.to_dict()
     identity = {f"model.{key}": hf[key] for key in sorted(hf) if key not in ("transformers_version", "dtype")}
     identity["dtype"] = engine.config.dtype
+    if engine.config.mxfp8 is not None:
+        identity |= {f"mxfp8.{key}": value for key, value in asdict(engine.config.mxfp8).items()}
     settings = engine.config.optimizer
     for key, value in asdict(settings).items() if settings is not None else ():
         if settings is not None and settings.schedule == "constant" and key in ("min_lr", "total_steps", "decay_steps"):
             continue  # a constant schedule never ends, so a run may be made longer
         identity[f"optimizer.{key}"] = list(value) if isinstance(value, tuple) else value
+    if engine.config.lora is not None:
+        identity |= {f"lora.{key}": value for key, value in engine.config.lora.identity().items()}
+        identity["lora.base"] = engine.base  # the frozen weights are not in the checkpoint
     return identity
 
 
@@ -153,6 +210,7 @@ def _layout() -> list[int]:
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
     ]
 
 

@@ -8,7 +8,7 @@ Megatron names CUDA in two ways, and each has its own answer:
   schedules and the gradient clip. `cuda_as_cpu()` is a function mode that reads both as the CPU. It costs a microsecond
   or two a call, so it is entered around those parts of Megatron only and left again for the model's own forward.
 
-Four functions of Megatron need a CPU version of their own (`REPLACED`). `tests/trainer/test_cpu.py` fails when a new
+Five functions of Megatron need a CPU version of their own (`REPLACED`). `tests/trainer/test_cpu.py` fails when a new
 Megatron makes any entry of this module unnecessary or wrong.
 """
 
@@ -90,15 +90,31 @@ def _results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
     return queue.Queue()
 
 
+def _gather_along_first_dim(
+    input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+) -> torch.Tensor:
+    """CPU version of `mappings._gather_along_first_dim`: gloo gathers parts of one size only."""
+    if output_split_sizes is None or group.size() == 1:
+        return ORIGINALS[_GATHER](input_, group, output_split_sizes, use_global_buffer)
+    padded = input_.new_zeros(max(1, *output_split_sizes), *input_.shape[1:])
+    padded[: len(input_)] = input_
+    parts = [torch.empty_like(padded) for _ in output_split_sizes]
+    torch.distributed.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+
+_GATHER = "megatron.core.tensor_parallel.mappings._gather_along_first_dim"
+
 REPLACED: dict[str, Callable[..., Any]] = {
     "megatron.core.tensor_parallel.random._get_cuda_rng_state": _get_rng_state,
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": _set_rng_state,
+    _GATHER: _gather_along_first_dim,
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _move_to_cpu,
     "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue": _results_queue,
 }
 
 ORIGINALS: dict[str, Callable[..., Any]] = {}
-"""What `REPLACED` took the place of, for the canary tests."""
+"""What `REPLACED` took the place of."""
 
 
 def install() -> None:

@@ -26,13 +26,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from beam_rl.model import lora, mxfp8
 from beam_rl.model.checkpoint import HFCheckpoint
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.gpt import build_model
-from beam_rl.model.names import export_hf, load_hf
+from beam_rl.model.names import export_adapter, export_hf, fingerprint, load_hf
 from beam_rl.model.transformer_config import transformer_config
-from beam_rl.trainer import checkpoint, distributed, optimizer, outputs
-from beam_rl.trainer.logprobs import entropies, token_logprobs
+from beam_rl.trainer import adapter, checkpoint, distributed, optimizer, outputs
 from beam_rl.trainer.outputs import LossFn, Scores
 from beam_rl.trainer.replay import RoutesError, Routing
 from beam_rl.trainer.sequences import MicroBatch, Sequence, check_sample, pack, split, unpack
@@ -59,13 +59,19 @@ class TrainerEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.chunks: list[Any] = []
-        """The model's parts on this rank (several under virtual pipelining), wrapped for data parallelism."""
+        """The model's part on this rank (one; Megatron takes a list), wrapped for data parallelism."""
         self._reduced = False
         """Whether the gradient buffers hold gradients that were reduced over the data-parallel ranks already."""
+        self.base: str | None = None
+        """Fingerprint of the frozen weights under LoRA, once they are loaded."""
+        self._pending: checkpoint.PendingSave | None = None
+        """The save that is not finished yet; there is never more than one, because each holds a copy of everything."""
 
     def build(self, hf: BeamConfig) -> None:
         """Build the model with fresh weights from the seed, and the optimizer if the configuration has one."""
         config, layout = self.config, self.config.parallel
+        if config.lora is not None:
+            config.lora.check(hf)
         distributed.initialize(layout, config.seed)
         self.hf = hf
         transformer = transformer_config(
@@ -77,23 +83,31 @@ class TrainerEngine:
             etp=layout.etp,
             cp=layout.cp,
             recompute=config.recompute,
+            mxfp8=config.mxfp8,
             calculate_per_token_loss=True,  # gradients are summed over ranks, not averaged: see LossFn
         )
         with cpu.cuda_as_cpu():
             first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
             model = build_model(transformer, pre_process=first, post_process=last).to(distributed.device())
+            if config.lora is not None:
+                lora.attach(model, config.lora, config.seed)
             self.chunks = [model]
             if config.optimizer is None:
                 model.requires_grad_(False)
                 return
-            transformer.finalize_model_grads_func = finalize_model_grads
+            transformer.finalize_model_grads_func = _finalize
             self.chunks = [_data_parallel(transformer, model)]
             self.optimizer, self.schedule = optimizer.build_optimizer(config.optimizer, self.chunks, config.torch_dtype)
         self.zero_grad()
 
     def load_hf(self, path: str | Path) -> None:
-        """Read a Hugging Face checkpoint's weights into the model and the optimizer's main parameters."""
+        """Read a Hugging Face checkpoint's weights into the model and the optimizer's main parameters.
+
+        Under LoRA they are the frozen base, which a checkpoint does not hold: load it before `load`.
+        """
         load_hf(self.models, HFCheckpoint(path))
+        if self.config.lora is not None:
+            self.base = fingerprint(self.models)
         if self.config.optimizer is not None:
             self.optimizer.reload_model_params()
 
@@ -127,9 +141,8 @@ class TrainerEngine:
             RoutesError: `replay`, and a sample's routes are missing or invalid.
         """
         batches = self._batches(sequences, replay, masked=masked, record=routes)
-        score = partial(outputs.score_rows, temperature=self.config.temperature, entropy=entropy)
-        results = self._run(batches, score, progress)
-        values = outputs.gather(batches, results, 2 if entropy else 1)  # [micro batches][1 or 2, T]
+        results = self._run(batches, lambda batch, scores: scores, progress)
+        values = outputs.gather(batches, results)  # [micro batches][2, T]
 
         def per_sample(row: int) -> list[Tensor]:
             return [v[:-1] for v in unpack([v[row] for v in values], batches, len(sequences))]
@@ -172,9 +185,10 @@ class TrainerEngine:
         batches = self._batches(sequences, replay, masked=True, record=False)
         self._reduced = True
         try:
-            results = self._run(
-                batches, lambda batch, logits: self._loss(batch, logits, loss_fn, entropy), progress, backward=True
-            )
+            with lora.dropout(self.models):
+                results = self._run(
+                    batches, lambda batch, scores: self._loss(batch, scores, loss_fn, entropy), progress, backward=True
+                )
         except BaseException:
             self.zero_grad()
             raise
@@ -211,7 +225,7 @@ class TrainerEngine:
         *,
         backward: bool = False,
     ) -> list[Any]:
-        """Megatron's schedule over micro batches; `finish` turns the last stage's logits [K, V / tp] into outputs.
+        """Megatron's schedule over micro batches; `finish` turns the last stage's scores [2, K] into outputs.
 
         Returns the outputs on the last pipeline stage, and nothing on the others.
         """
@@ -220,7 +234,13 @@ class TrainerEngine:
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
             with cpu.without_mode():
-                output = model(batch.tokens, packed_seq_params=batch.batch, logit_rows=batch.rows)
+                output = model(
+                    batch.tokens,
+                    packed_seq_params=batch.batch,
+                    rows=batch.rows,
+                    targets=batch.targets,
+                    temperature=self.config.temperature,
+                )
             return output, partial(finish_step, batch)
 
         def finish_step(batch: MicroBatch, output: Tensor, non_loss_data: bool = False) -> Any:
@@ -245,12 +265,11 @@ class TrainerEngine:
             )
 
     def _loss(
-        self, batch: MicroBatch, logits: Tensor, loss_fn: LossFn, entropy: bool
+        self, batch: MicroBatch, scores: Tensor, loss_fn: LossFn, entropy: bool
     ) -> tuple[Tensor, Tensor, dict[str, Tensor | float]]:
         """Megatron's triple of loss, token count and outputs; a count of 0 keeps it from dividing the gradients."""
-        logprobs = token_logprobs(logits, batch.targets, self.config.temperature)
-        spread = entropies(logits, self.config.temperature) if entropy else None
-        loss, metrics = loss_fn(logprobs, batch.fields, batch.loss_mask, spread)
+        logprobs, entropies = scores
+        loss, metrics = loss_fn(logprobs, batch.fields, batch.loss_mask, entropies.detach() if entropy else None)
         if len(batch.rows) == 0:
             loss = loss + logprobs.sum()  # nothing to learn, but the backward pass of every rank must run
         count = torch.zeros((), dtype=torch.int, device=loss.device)
@@ -279,25 +298,82 @@ class TrainerEngine:
     # Weights and state
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights under their Hugging Face names, whole, one at a time; every rank must walk through to the end."""
+        """All weights under their Hugging Face names, whole, one at a time; every rank must walk through to the end.
+
+        Under LoRA they are merged, each time anew from the frozen weights.
+        """
         return export_hf(self.models)
 
-    def save(self, path: str | Path, extra: Mapping[str, Any]) -> None:
+    def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What `export` gives, as the rollout wants it: under MXFP8, quantised weights travel as data and scales."""
+        settings = self.config.mxfp8
+        return self.export() if settings is None else mxfp8.pack(self.export(), settings)
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """All adapters under PEFT's names, as `export`; nothing without LoRA."""
+        return export_adapter(self.models)
+
+    def save_adapter(self, path: str | Path, base: str | Path | None = None) -> None:
+        """Write the adapters as a folder that PEFT loads; it appears complete or not at all. Every rank calls.
+
+        Args:
+            base: where the base model is, for the folder's `base_model_name_or_path`.
+        """
+        adapter.save(self, Path(path), base)
+
+    def load_adapter(self, path: str | Path) -> None:
+        """Start from adapters that `save_adapter` wrote; the optimizer's moments stay as they are. Every rank calls.
+
+        Raises:
+            BadInput: no such adapters, or they were made with other settings or for another model; it is named.
+        """
+        adapter.load(self, Path(path))
+
+    def save(self, path: str | Path, extra: Mapping[str, Any], *, asynchronous: bool = False) -> None:
         """Write a checkpoint folder: model, optimizer, schedule, random states, and the caller's `extra`.
 
-        It appears under `path` complete or not at all.
+        It appears under `path` complete or not at all. An `asynchronous` save returns as soon as everything is copied
+        to host memory, and the folder appears in `finalize_saves`; until then training may go on. Every rank calls.
         """
+        self.finalize_saves()
         with cpu.cuda_as_cpu():
-            checkpoint.save(self, Path(path), extra)
+            self._pending = checkpoint.begin(self, Path(path), extra)
+        if not asynchronous:
+            self.finalize_saves()
+
+    def finalize_saves(self, *, blocking: bool = True) -> bool:
+        """Complete an asynchronous save; every rank calls. Nothing to do where none is pending.
+
+        Args:
+            blocking: wait for it; otherwise complete it only if all ranks have written their files already.
+
+        Returns:
+            whether no save is pending any more.
+        """
+        if self._pending is None:
+            return True
+        with cpu.cuda_as_cpu():
+            if not blocking and not self._pending.written():
+                return False
+            pending, self._pending = self._pending, None
+            pending.finish()
+        return True
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint folder of any layout; returns what `save` was given as `extra`.
 
         Raises:
-            BadInput: the folder is no complete checkpoint of this model, or a file of it is damaged; the file is named.
+            BadInput: the folder is no complete checkpoint of this model, or a file of it is damaged; the file is named,
+                and the newest whole checkpoint beside it.
         """
+        self.finalize_saves()
         with cpu.cuda_as_cpu():
             return checkpoint.load(self, Path(path))
+
+
+def _finalize(model: Any, num_tokens: Tensor | None = None, **arguments: Any) -> None:
+    """Megatron's last reductions of the gradients, without a division by the token count, which `_loss` leaves at 0."""
+    finalize_model_grads(model, None, **arguments)
 
 
 def _data_parallel(transformer: Any, model: Any) -> DistributedDataParallel:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from beam_rl.model.config import BeamConfig
 from beam_rl.trainer import distributed
-from beam_rl.trainer.logprobs import entropies, token_logprobs
 from beam_rl.trainer.sequences import MicroBatch
 
 
@@ -51,14 +50,8 @@ class Scores:
     """int16 [n, layers, topk]: the experts used; -1 in dense layers."""
 
 
-def score_rows(batch: MicroBatch, logits: Tensor, temperature: float, entropy: bool) -> Tensor:
-    """Log-probabilities, and entropies if wanted, from the wanted rows' logits [K, V / tp]: float32 [1 or 2, K]."""
-    logprobs = token_logprobs(logits, batch.targets, temperature)
-    return torch.stack((logprobs, entropies(logits, temperature)) if entropy else (logprobs,))
-
-
-def gather(batches: Seq[MicroBatch], results: Seq[Tensor], width: int) -> list[Tensor]:
-    """Bring [width, K] of the context-parallel ranks together as [width, T] a micro batch, on the CPU of every rank.
+def gather(batches: Seq[MicroBatch], results: Seq[Tensor]) -> list[Tensor]:
+    """Bring scores [2, K] of the context-parallel ranks together as [2, T] a micro batch, on the CPU of every rank.
 
     Args:
         results: of the last pipeline stage; other stages have none.
@@ -66,7 +59,7 @@ def gather(batches: Seq[MicroBatch], results: Seq[Tensor], width: int) -> list[T
     pipeline, context = parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_context_parallel_group()
     gathered = []
     for i, batch in enumerate(batches):
-        whole = torch.zeros(width, batch.total, device=batch.tokens.device)
+        whole = torch.zeros(2, batch.total, device=batch.tokens.device)
         if parallel_state.is_pipeline_last_stage():
             whole[:, batch.places] = results[i]
             if context.size() > 1:

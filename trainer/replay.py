@@ -24,7 +24,12 @@ class RoutesError(ValueError):
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
-    """Smallest integer type that holds every expert id: uint8 up to 256 experts, int16 above."""
+    """Smallest integer type that holds every expert id: uint8 up to 256 experts, int16 above.
+
+    Raises ValueError beyond int16.
+    """
+    if num_experts > 2**15:
+        raise ValueError(f"routes are kept in two bytes an id, which do not hold {num_experts} experts")
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
@@ -66,7 +71,9 @@ class Routing:
     def first_fault(self, ids: Tensor, captured: Tensor | None) -> tuple[int, str] | None:
         """First row of ids [tokens, layers, topk] that cannot be a router's choice, and why; None if all can."""
         used = ids[:, list(self.sparse_layers)]  # [tokens, sparse layers, topk]
-        strange = (used < 0) | (used >= self.experts)
+        strange = used < 0
+        if self.experts <= torch.iinfo(used.dtype).max:  # else PyTorch would wrap the number, and find it in every row
+            strange |= used >= self.experts
         for shift in range(1, self.topk // 2 + 1):  # every pair of a row meets at one of these shifts
             strange |= used == used.roll(shift, -1)
         if captured is not None:

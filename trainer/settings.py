@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 
 from beam_rl.model.errors import BadInput
+from beam_rl.model.lora_config import LoraConfig
+from beam_rl.model.mxfp8_config import Mxfp8Settings
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
@@ -95,12 +97,18 @@ class EngineConfig:
     """Seed of fresh weights and of Megatron's random states."""
     temperature: float = 1.0
     """Softmax temperature of every log-probability: the rollout's, so that both sides score the same policy."""
+    lora: LoraConfig | None = None
+    """Train adapters beside frozen weights; None trains all weights."""
+    mxfp8: Mxfp8Settings | None = None
+    """Run the projections in MXFP8; parameters keep their type, and the optimizer its float32 main parameters."""
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "it must be bfloat16 or float32")
         _require(self.micro_batch_tokens > 0, "micro_batch_tokens", self.micro_batch_tokens, "it must be positive")
         _require(self.recompute in (None, "full"), "recompute", self.recompute, "it must be null or full")
         _require(self.temperature > 0, "temperature", self.temperature, "it must be positive")
+        both = self.lora is not None and self.mxfp8 is not None
+        _require(not both, "mxfp8", "set", "adapters stand beside bfloat16 or float32 weights; leave out lora or mxfp8")
 
     @property
     def torch_dtype(self) -> torch.dtype:

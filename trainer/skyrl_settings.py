@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, cast
 
+from beam_rl.trainer.precision import Precision
 from beam_rl.trainer.settings import EngineConfig, OptimizerSettings, Parallel
 
 if TYPE_CHECKING:
@@ -44,10 +45,14 @@ def optimizer_settings(trainer: TrainerConfig, updates: int | None) -> Optimizer
     )
 
 
-def engine_config(trainer: TrainerConfig, optimizer: OptimizerSettings | None, *, recompute: bool) -> EngineConfig:
+def engine_config(
+    trainer: TrainerConfig, optimizer: OptimizerSettings | None, precision: Precision, *, recompute: bool
+) -> EngineConfig:
     """The engine's configuration; `optimizer` None is a reference model's."""
     return EngineConfig(
-        dtype="bfloat16" if trainer.bf16 else "float32",
+        dtype=precision.dtype,
+        lora=precision.lora,
+        mxfp8=precision.mxfp8,
         parallel=layout(trainer),
         optimizer=optimizer,
         micro_batch_tokens=trainer.max_tokens_per_microbatch,

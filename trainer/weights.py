@@ -9,14 +9,14 @@ from beam_rl.trainer.engine import TrainerEngine
 
 
 class EngineWeights(WeightSource):
-    """All weights under their Hugging Face names, walked through anew for every transfer, on every rank."""
+    """All weights as the rollout wants them, walked through anew for every transfer, on every rank."""
 
     def __init__(self, engine: TrainerEngine) -> None:
         self.engine = engine
         self._metadata: list[ParamMeta] | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.engine.export())
+        return iter(self.engine.rollout_weights())
 
     def metadata(self) -> list[ParamMeta]:
         """Name, type and shape of each; the first call exports once, so that the two cannot disagree."""

@@ -20,6 +20,7 @@ from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase, RefWorke
 from skyrl.env_vars import SKYRL_WORKER_NCCL_TIMEOUT_IN_S
 from torch import Tensor
 
+from beam_rl.trainer.precision import Precision
 from beam_rl.trainer.settings import OptimizerSettings
 from beam_rl.trainer.skyrl_settings import engine_config, layout, optimizer_settings
 
@@ -35,6 +36,8 @@ class EngineWorker(Worker):
     """What the policy and the reference share: process groups, the engine, the forward pass."""
 
     engine: TrainerEngine
+    precision = Precision()
+    """A run's subclass says its own."""
 
     def init_worker_process_group(self) -> None:
         """Join the training processes (gloo without CUDA) and Megatron's parallel groups."""
@@ -69,7 +72,7 @@ class EngineWorker(Worker):
         self.hf = load_config(path)
         self.path = Path(path)
         recompute = torch.cuda.is_available() and self.cfg.gradient_checkpointing
-        self.engine = TrainerEngine(engine_config(self.cfg, optimizer, recompute=recompute))
+        self.engine = TrainerEngine(engine_config(self.cfg, optimizer, self.precision, recompute=recompute))
         self.engine.build(self.hf)
         self.engine.load_hf(path)
 
@@ -213,8 +216,12 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
         await self._sync_weights_to_inference_engines(client, inference_engine_cfg)
 
     def save_checkpoint(self, ckpt_dir: str, tokenizer: Any = None) -> None:
-        """Weights, optimizer, schedule and random states, complete or not at all."""
-        self.engine.save(ckpt_dir, {})
+        """Begin to write weights, optimizer, schedule and random states; `finalize_pending_saves` ends it."""
+        self.engine.save(ckpt_dir, {}, asynchronous=True)
+
+    def finalize_pending_saves(self) -> None:
+        """Wait for the last checkpoint, which appears under its name when it is whole. SkyRL's asks its strategy."""
+        self.engine.finalize_saves()
 
     def load_checkpoint(
         self, ckpt_dir: str, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True
@@ -223,10 +230,15 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
         self.engine.load(ckpt_dir)
 
     def save_hf_model(self, export_dir: str, tokenizer: Any) -> None:
-        """A Hugging Face checkpoint with the starting model's tokenizer and generation configuration."""
+        """A Hugging Face checkpoint with the starting model's tokenizer and generation configuration.
+
+        Under LoRA its weights are merged, and the adapter itself lies beside it as `adapter/`, in PEFT's format.
+        """
         from beam_rl.model.checkpoint import save_hf
 
         save_hf(Path(export_dir), self.hf, self.engine.export(), copy_from=self.path)
+        if self.precision.lora is not None:
+            self.engine.save_adapter(Path(export_dir).with_name("adapter"), self.path)
 
     def get_lr(self) -> float:
         return self.lr

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from beam_rl.model.config import BeamConfig, load_config, register
 from beam_rl.model.errors import BadInput
-from beam_rl.model.transformer_config import transformer_config
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
@@ -127,19 +125,3 @@ def test_bad_config_file_is_named(tmp_path: Path, text: str, message: str) -> No
 
 def test_generation_settings_in_the_config_are_not_unknown(tmp_path: Path) -> None:
     load_config(write(tmp_path, json.dumps({"model_type": "beam", "temperature": 0.7, "torch_dtype": "bfloat16"})))
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"tp": 3}, r"tp = 3 does not divide the model's num_attention_heads \(4\)"),
-        ({"tp": 4}, "tp = 4 does not divide the model's num_key_value_heads"),
-        ({"ep": 3}, "ep = 3 does not divide the model's num_experts"),
-        ({"pp": 5}, "pp = 5 must be between 1 and"),
-    ],
-)
-def test_layout_that_does_not_divide_the_model_is_bad_input(
-    small: BeamConfig, layout: dict[str, int], message: str
-) -> None:
-    with pytest.raises(BadInput, match=message):
-        transformer_config(small, params_dtype=torch.float32, **layout)

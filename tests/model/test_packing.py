@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from beam_rl.model import head
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.config import BeamConfig
 
@@ -37,15 +38,31 @@ def test_gradients_of_padding_inside_attention_do_not_leak(build: Callable, smal
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
-def test_logit_rows_are_those_of_all_logits(build: Callable, small: BeamConfig) -> None:
+@pytest.mark.parametrize("at_a_time", [2**28, 7])
+def test_scores_are_those_of_all_logits(
+    at_a_time: int, build: Callable, small: BeamConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, whole or one row at a time; the logits' last copy would be the memory's peak."""
+    monkeypatch.setattr(head, "LOGITS", at_a_time)
     model = build(small)
     tokens = torch.randint(0, small.vocab_size, (1, sum(LENGTHS)))
-    rows = torch.tensor([0, 5, 60, 61])
+    rows, targets = torch.tensor([0, 5, 60, 61]), torch.tensor([1, 0, 3, 2])
     batch = PackedBatch.from_lengths(LENGTHS)
-    some = model(tokens, packed_seq_params=batch, logit_rows=rows)
-    every = model(tokens, packed_seq_params=batch)
-    assert some.shape == (1, 4, small.vocab_size)
-    torch.testing.assert_close(some, every[:, rows], atol=1e-6, rtol=0)
+    weights = torch.tensor([1.0, -2.0, 0.5, 3.0])
+
+    logits = model(tokens, packed_seq_params=batch)[0, rows] / 0.7
+    plain = logits.log_softmax(-1)
+    expected = plain.gather(1, targets[:, None])[:, 0]
+    (expected * weights).sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    ours, entropies = model(tokens, packed_seq_params=batch, rows=rows, targets=targets, temperature=0.7)[0]
+    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(entropies, -(plain.exp() * plain).sum(-1), atol=2e-6, rtol=0)
+    (ours * weights).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-4)
 
 
 def test_empty_sequence_is_refused() -> None:

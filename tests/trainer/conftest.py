@@ -1,7 +1,9 @@
 """Engines on the reference model, and the samples they are fed."""
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +21,17 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 def reference() -> dict[str, Tensor]:
     """Reference values of the tiny model."""
     return load_file(GOLDEN / "tiny" / "reference.safetensors")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> ModuleType:
+    """`layouts_ranks.py`, whose functions also run in this process."""
+    spec = importlib.util.spec_from_file_location("layouts_ranks", Path(__file__).parent / "layouts_ranks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

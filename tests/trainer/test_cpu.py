@@ -61,6 +61,27 @@ def test_megatron_still_spawns_a_process_for_the_write_queue():
     assert "Manager()" in inspect.getsource(cpu.ORIGINALS[name])
 
 
+UNEQUAL = """
+import sys, torch, torch.distributed as dist
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+parts = [torch.zeros(2), torch.zeros(3)]
+try:
+    dist.all_gather(parts, parts[rank])
+except RuntimeError as error:
+    assert "size" in str(error), error
+else:
+    sys.exit("gloo gathers parts of unequal sizes: drop ours")
+"""
+
+
+def test_gloo_still_gathers_parts_of_one_size_only(tmp_path):
+    command = [sys.executable, "-c", UNEQUAL, str(tmp_path / "store")]
+    processes = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+
+
 @pytest.mark.parametrize("literal", ['device="cuda"', "device='cuda'", "== 'torch.cuda.FloatTensor'"])
 def test_megatron_still_writes_cuda_by_name(literal):
     assert literal in megatron_source()

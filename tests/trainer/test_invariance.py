@@ -55,6 +55,33 @@ def _padded(pack, *args, tp, **kwargs):
     return batch
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("budget", [1, 45, 80])
+def test_the_workers_dual_clip_loss_is_a_mean_over_the_whole_batch(
+    budget, padded, ranks, engine_for, samples, monkeypatch
+):
+    """Over two replicas, too: see `test_layouts.py`."""
+    generator = torch.Generator().manual_seed(1)
+    engine = engine_for()
+    for sample, logprobs in zip(samples, engine.forward_logprobs(samples, replay=False), strict=True):
+        noise = [torch.randn(len(logprobs), generator=generator) for _ in range(3)]
+        sample.fields = {
+            "old_logprobs": logprobs + noise[0],
+            "base_logprobs": logprobs + 0.1 * noise[1],
+            "rollout_logprobs": logprobs + noise[0],
+            "advantages": noise[2],
+        }
+    metrics, gradients = ranks.dual_clip(engine, samples, replay=False)
+    assert 0 < metrics["clipped"] < sum(int((s.loss_mask > 0).sum()) for s in samples)
+    if padded:
+        monkeypatch.setattr(engine_module, "pack", partial(_padded, engine_module.pack))
+        monkeypatch.setattr(distributed, "shared_count", lambda count: count + 2)
+    found = ranks.dual_clip(engine_for(micro_batch_tokens=budget), samples, replay=False)
+    assert found[0] == pytest.approx(metrics, rel=1e-5)
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=2e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def test_a_sample_scores_the_same_alone_and_in_company(engine_for, samples):
     together = engine_for().forward_logprobs(samples, replay=False)
     alone = engine_for(micro_batch_tokens=1).forward_logprobs(samples, replay=False)

@@ -1,0 +1,93 @@
+"""Beam's tensor-parallel linears: Megatron's, and the two things that a precision may change about them.
+
+Under LoRA a layer has an `adapter`, which multiplies with the merged weight in place of the frozen one; under MXFP8
+the product is another (`mxfp8.linear`). Both stand between the same communication.
+"""
+
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from beam_rl.model import mxfp8
+from beam_rl.model.lora_layers import ColumnAdapter, RowAdapter
+from beam_rl.model.mxfp8_config import Mxfp8Settings
+from beam_rl.model.transformer_config import BeamTransformerConfig
+
+
+class BeamColumnParallelLinear(ColumnParallelLinear):
+    """Output features split over tensor-parallel ranks."""
+
+    config: BeamTransformerConfig
+    adapter: ColumnAdapter | None
+    """LoRA's, on this rank; None without LoRA."""
+    mxfp8: Mxfp8Settings | None = None
+    """How the product is quantised; None where it is not."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapter = None  # here, because a class attribute would hide the module that replaces it
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Output [tokens, 1, out / tp] of input [tokens (/ tp if sequence parallel), 1, in]; no bias."""
+        output, bias = super().forward(input_, *args, **kwargs)
+        return (output if self.adapter is None else self.adapter.join(output, input_)), bias
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        *args: Any,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Megatron's product with its communication, or another with the same communication."""
+        merges = self.adapter is not None and not self.adapter.dropping
+        if self.mxfp8 is None and not merges:
+            communication = {
+                "allreduce_dgrad": allreduce_dgrad,
+                "sequence_parallel": sequence_parallel,
+                "tp_group": tp_group,
+            }
+            return super()._forward_impl(input, weight, *args, **communication, **kwargs)
+        if sequence_parallel:  # backward: the sum of the ranks' gradients, scattered
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        if self.adapter is not None:
+            return self.adapter.product(input, weight)
+        assert self.mxfp8 is not None
+        return mxfp8.linear(input, weight, self.mxfp8)
+
+
+class BeamRowParallelLinear(RowParallelLinear):
+    """Input features split over tensor-parallel ranks."""
+
+    config: BeamTransformerConfig
+    adapter: RowAdapter | None
+    """LoRA's, on this rank; None without LoRA."""
+    mxfp8: Mxfp8Settings | None = None
+    """How the product is quantised; None where it is not."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapter = None  # here, because a class attribute would hide the module that replaces it
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Output [tokens (/ tp if sequence parallel), 1, out] of input [tokens, 1, in / tp]; no bias."""
+        output, bias = super().forward(input_)
+        return (output if self.adapter is None else self.adapter.join(output, input_)), bias
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Megatron's product, or another; what communication there is comes after."""
+        if self.adapter is not None and not self.adapter.dropping:
+            return self.adapter.product(input, weight)
+        if self.mxfp8 is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        return mxfp8.linear(input, weight, self.mxfp8)

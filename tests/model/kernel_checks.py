@@ -1,0 +1,174 @@
+"""Run by `test_kernels.py`: one kernel against `numerics`, over odd shapes, forward and gradient."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from beam_rl.model import numerics
+from beam_rl.model.kernels import heads, mlp, norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-5
+ROWS = (1, 5, 17)
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter cuts bfloat16 instead of rounding
+DTYPES = (torch.float32, HALF)
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, around: float = 0.0) -> Tensor:
+    """A leaf with a gradient."""
+    return (torch.randn(*shape, device=DEVICE) + around).to(dtype).requires_grad_()
+
+
+def compare(
+    ours: Callable[..., Any], definition: Callable[..., Any], inputs: Sequence[Tensor], dtype: torch.dtype
+) -> None:
+    """Outputs equal to the last bit or so; gradients as near to float64's as the dtype allows."""
+    results = _run(ours, inputs)
+    plain = _run(definition, inputs)
+    exact = _run(definition, [x.detach().double().requires_grad_() for x in inputs])
+    step = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    for out, expected in zip(results[0], plain[0], strict=True):
+        assert out.dtype == expected.dtype
+        torch.testing.assert_close(out, expected, rtol=step, atol=step * 2)
+        if dtype == HALF:
+            assert (out != expected).float().mean() < 0.01, "rounded at other points than the definition"
+    for grad, expected, true in zip(results[1], plain[1], exact[1], strict=True):
+        scale = float(true.abs().max()) + 1e-30
+        error = float((grad.double() - true).abs().max()) / scale
+        reference = float((expected.double() - true).abs().max()) / scale
+        assert error < max(2 * reference, 8 * step), f"gradient off by {error:.1e}, the definition's by {reference:.1e}"
+
+
+def _run(function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    outputs = function(*inputs)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
+    grads = torch.autograd.grad(outputs, list(inputs), weights)
+    return [out.detach() for out in outputs], list(grads)
+
+
+def check_norm() -> None:
+    for dtype in DTYPES:
+        for rows in ROWS:
+            for width in (8, 96, 130):
+                x, w = rand(rows, width, dtype=dtype), rand(width, dtype=dtype, around=1.0)
+                compare(lambda x, w: norm.rms_norm(x, w, EPS), lambda x, w: numerics.rms_norm(x, w, EPS), (x, w), dtype)
+
+
+def check_boundary() -> None:
+    n = 7
+
+    def single(branch: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+        return numerics.depth_residual(numerics.rms_norm(branch, w, EPS), residual, n)
+
+    def double(branch: Tensor, w: Tensor, residual: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        total = single(branch, w, residual)
+        return total, numerics.rms_norm(total, after, EPS)
+
+    factors = numerics.depth_scales(n)
+    for dtype in DTYPES:
+        for rows in ROWS:
+            for width in (16, 100):
+                branch, residual = rand(rows, width, dtype=dtype), rand(rows, width, dtype=dtype)
+                w, after = rand(width, dtype=dtype, around=1.0), rand(width, dtype=dtype, around=1.0)
+                compare(
+                    lambda b, w, r: norm.residual_addition(b, w, r, EPS, factors), single, (branch, w, residual), dtype
+                )
+                compare(
+                    lambda b, w, r, a: norm.boundary(b, w, r, a, EPS, factors),
+                    double,
+                    (branch, w, residual, after),
+                    dtype,
+                )
+
+
+def check_swiglu() -> None:
+    for dtype in DTYPES:
+        for rows, width in ((1, 3), (5, 1030), (17, 64)):
+            x = rand(rows, 2 * width, dtype=dtype)
+            compare(mlp.swiglu, lambda x: numerics.swiglu(*x.chunk(2, -1)), (x,), dtype)
+
+
+def check_combine() -> None:
+    for dtype in DTYPES:
+        for tokens, topk, width in ((1, 1, 5), (7, 4, 1030), (3, 8, 64)):
+            rows = rand(tokens * topk, width, dtype=dtype)
+            weights = torch.rand(tokens, topk, device=DEVICE, requires_grad=True)
+            places = torch.randperm(tokens * topk, device=DEVICE)
+
+            def definition(rows: Tensor, weights: Tensor, places: Tensor = places) -> Tensor:
+                gathered = rows[places].view(*weights.shape, -1)
+                total = (weights[..., None] * gathered.to(weights.dtype)).sum(1)
+                return (total * 2.5).to(rows.dtype)
+
+            def kernel(rows: Tensor, weights: Tensor, places: Tensor = places, dtype: torch.dtype = dtype) -> Tensor:
+                return mlp.combine(rows, places, weights, 2.5, dtype)
+
+            compare(kernel, definition, (rows, weights), dtype)
+
+
+def check_spread() -> None:
+    for dtype in DTYPES:
+        for tokens, copies, width in ((1, 2, 5), (7, 4, 1030)):
+            order = torch.randperm(tokens * copies, device=DEVICE)
+            places = torch.empty_like(order)
+            places[order] = torch.arange(len(order), device=DEVICE)
+            x = rand(tokens, width, dtype=dtype)
+            compare(
+                lambda x, order=order, places=places, copies=copies: mlp.spread_rows(
+                    x, order // copies, places, copies
+                ),
+                lambda x, order=order, copies=copies: x[order // copies],
+                (x,),
+                dtype,
+            )
+
+
+def check_heads() -> None:
+    for dtype in DTYPES:
+        for tokens, groups, inner, dim in ((1, 1, 1, 8), (5, 2, 3, 24), (9, 2, 2, 32)):
+            mixed = rand(tokens, groups * (2 * inner + 2) * dim, dtype=dtype)
+            q_weight, k_weight = rand(dim, dtype=dtype, around=1.0), rand(dim, dtype=dtype, around=1.0)
+            positions = torch.arange(tokens, device=DEVICE) * 700
+            for rope in (True, False):
+                turn = numerics.rope_cos_sin(positions, numerics.rope_inverse_frequencies(dim, 1e4, DEVICE))
+                stretch = numerics.ssmax_scale(positions)
+
+                def definition(
+                    mixed: Tensor, qw: Tensor, kw: Tensor, sizes: Any = (groups, inner, dim), rope: bool = rope,
+                    turn: Any = turn, stretch: Tensor = stretch,
+                ) -> tuple[Tensor, ...]:  # fmt: skip
+                    groups, inner, dim = sizes
+                    parts = mixed.view(len(mixed), groups, -1, dim).split([inner, inner, 1, 1], dim=2)
+                    q, gate, k, v = (x.flatten(1, 2) for x in parts)
+                    q, k = numerics.rms_norm(q, qw, EPS), numerics.rms_norm(k, kw, EPS)
+                    if rope:
+                        q, k = numerics.rotate(q, *turn), numerics.rotate(k, *turn)
+                    else:
+                        q = (q.float() * stretch[:, None, None]).to(q.dtype)
+                    return q, gate, k, v
+
+                def kernel(
+                    mixed: Tensor, qw: Tensor, kw: Tensor, groups: int = groups, rope: bool = rope,
+                    turn: Any = turn, stretch: Tensor = stretch,
+                ) -> tuple[Tensor, ...]:  # fmt: skip
+                    how: Any = {"rotation": turn} if rope else {"stretch": stretch}
+                    return heads.split_heads(mixed, qw, kw, groups, EPS, **how)
+
+                compare(kernel, definition, (mixed, q_weight, k_weight), dtype)
+
+
+def check_gate() -> None:
+    for dtype in DTYPES:
+        for tokens, count, dim in ((1, 1, 8), (9, 3, 24)):
+            attention, gate = rand(tokens, count, dim, dtype=dtype), rand(tokens, count, dim, dtype=dtype)
+            compare(heads.output_gate, numerics.output_gate, (attention, gate, rand(count, dtype=dtype)), dtype)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    globals()[f"check_{sys.argv[1]}"]()
