@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from beam_rl import checkpoints
+from beam_rl import checkpoints, precision
 from beam_rl.model.errors import BadInput
 from beam_rl.problems import Problems, known_environments, load_problems
 from beam_rl.recipe import Recipe
@@ -51,6 +51,7 @@ def settings(recipe: Recipe) -> None:
     optimizer(recipe)
     lengths(recipe)
     supported(recipe)
+    arithmetic(recipe)
     engine(recipe)
 
 
@@ -181,6 +182,18 @@ def supported(recipe: Recipe) -> None:
             )
 
 
+def arithmetic(recipe: Recipe) -> None:
+    """The settings of the precision; `inputs` compares them with the model, unless that is still to be made."""
+    try:
+        chosen = precision.chosen(recipe)
+    except BadInput as error:
+        raise BadInput(f"beam.{error}") from error
+    if recipe.beam.tiny is not None and (chosen.lora or chosen.mxfp8):
+        from beam_rl.tiny import architecture
+
+        fits(recipe, architecture())
+
+
 def engine(recipe: Recipe) -> None:
     """What the rollout's engine cannot do, or would do wrongly."""
     from beam_rl.rollout.profile import check_engine  # after the cheap rules: it imports torch
@@ -219,6 +232,7 @@ def inputs(recipe: Recipe, report: Callable[[str], None] = print) -> tuple[Any, 
     """
     assert recipe.model_path is not None
     config = model(recipe.model_path)
+    fits(recipe, config)
     tokenizer = load_tokenizer(recipe.model_path, config.vocab_size)
     room = config.max_position_embeddings - recipe.trainer.max_prompt_length
     for name, sampling in {
@@ -252,6 +266,20 @@ def model(path: Path) -> Any:
     config = load_config(path)
     HFCheckpoint(path).validate(config)
     return config
+
+
+def fits(recipe: Recipe, config: Any, name: str | None = None) -> None:
+    """A precision (the recipe's, unless named) and the parallel layout against the model."""
+    from beam_rl.trainer.skyrl_settings import layout
+
+    sizes, chosen = layout(recipe.trainer), precision.named(recipe, name or recipe.beam.precision)
+    try:
+        if chosen.lora is not None:
+            chosen.lora.check(config)
+        if chosen.mxfp8 is not None:
+            chosen.mxfp8.check(config, tp=sizes.tp, etp=sizes.etp)
+    except BadInput as error:
+        raise BadInput(f"beam.{error}") from error
 
 
 def load_tokenizer(path: Path, vocabulary: int) -> Any:

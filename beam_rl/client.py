@@ -10,6 +10,7 @@ from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import
 )
 
 from beam_rl.batched_route import PATH
+from beam_rl.rollouts import complete_aborted
 
 BATCH = 32
 """Generations in one HTTP request, which is answered when the last of them is done."""
@@ -20,9 +21,30 @@ Waiting = tuple[dict[str, Any], "asyncio.Future[Any]"]
 
 
 @dataclass
+class CompletingClient(RemoteGenerateClient):
+    """SkyRL's generation client, whose aborted requests come back as samples that nobody trains on."""
+
+    route_shape: tuple[int, int] | None = None
+    """(layers, topk) of the routes that training replays; None without R3."""
+
+    async def _post(
+        self,
+        url: str,
+        json: dict[str, Any],
+        headers: dict[str, str] | None = None,
+        *,
+        packed_side_channels: bool = False,
+    ) -> Any:
+        answer = await super()._post(url, json, headers, packed_side_channels=packed_side_channels)
+        return complete_aborted(json, answer, self.route_shape) if url.endswith("/v1/generate") else answer
+
+
+@dataclass
 class BatchingClient(RemoteGenerateClient):
     """Sends the generations that are asked for in one moment together (see `batched_route`)."""
 
+    route_shape: tuple[int, int] | None = None
+    """As of `CompletingClient`."""
     waiting: list[Waiting] = field(default_factory=list, init=False, repr=False)
     sending: set["asyncio.Task[None]"] = field(default_factory=set, init=False, repr=False)
 
@@ -66,9 +88,9 @@ class BatchingClient(RemoteGenerateClient):
                 if not answer.done():
                     answer.set_exception(error)
             return
-        for (_, answer), response in zip(batch, responses, strict=True):
+        for (request, answer), response in zip(batch, responses, strict=True):
             if not answer.done():  # its caller may have been cancelled
-                answer.set_result(response)
+                answer.set_result(complete_aborted(request, response, self.route_shape))
 
 
 class DirectClient(RemoteInferenceClient):

@@ -7,7 +7,8 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.registration import registry
 
 from beam_rl.evals.arithmetic import ENV_CLASS
-from beam_rl.evals.grader import Verdict, grade
+from beam_rl.evals.grader import Verdict
+from beam_rl.evals.task import Graded, Problem, grade_response, label
 
 CORRECT_REWARD, WRONG_REWARD = 1.0, -1.0
 """As in DAPO (arXiv 2503.14476, eq. 7). Accuracy is reported beside the reward, never derived from its mean."""
@@ -25,31 +26,33 @@ class MathEnvironment(BaseTextEnv):
         spec = (extras or {}).get("reward_spec") or {}
         if "ground_truth" not in spec:
             raise ValueError("a row for beam_math has no reward_spec.ground_truth")
-        self._answer = str(spec["ground_truth"])
-        self._symbolic = spec.get("method") != "integer"
-        self._verdict: Verdict | None = None
+        self._problem = Problem("", "", label(spec["ground_truth"]), symbolic=spec.get("method") != "integer")
+        self._graded: Graded | None = None
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Grades the response; the episode is over."""
-        self._verdict = grade(action, self._answer, symbolic=self._symbolic)
-        correct = self._verdict is Verdict.correct
+        self._graded = grade_response(self._problem, action)
+        verdict = self._graded.verdict
+        correct = verdict is Verdict.correct
         return BaseTextEnvStepOutput(
             observations=[],
             reward=CORRECT_REWARD if correct else WRONG_REWARD,
             done=True,
-            metadata={"verdict": self._verdict.value, "accuracy": float(correct)},
+            metadata={"verdict": verdict.value, "accuracy": float(correct)},
             postprocessed_action=None,
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Per episode: 0 or 1 each, which SkyRL averages to shares under `environment/`, and the verdict itself."""
-        if self._verdict is None:
+        """Per episode: 0 or 1 each, which SkyRL averages to shares under `environment/`; verdict and answer as text."""
+        if self._graded is None:
             return {}
+        verdict, answer = self._graded
         return {
-            "accuracy": float(self._verdict is Verdict.correct),
-            "no_answer": float(self._verdict is Verdict.no_answer),
-            "grader_timeout": float(self._verdict is Verdict.timeout),
-            "verdict": self._verdict.value,
+            "accuracy": float(verdict is Verdict.correct),
+            "no_answer": float(verdict is Verdict.no_answer),
+            "grader_timeout": float(verdict is Verdict.timeout),
+            "verdict": verdict.value,
+            "answer": answer,
         }
 
 

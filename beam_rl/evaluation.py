@@ -1,13 +1,16 @@
-"""avg@k on held-out problems, with the current policy."""
+"""avg@k on held-out problems, with the current policy: the task and the statistics of `beam-rl eval`."""
 
 import time
 from typing import Any
 
 from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
-from skyrl.train.generators.base import GeneratorInterface
+from skyrl.train.generators.base import GeneratorInterface, GeneratorOutput
 from skyrl.train.generators.utils import prepare_generator_input
 
-from beam_rl.evals.statistics import avg_at_k, pass_at_k
+from beam_rl.evals.grader import Verdict
+from beam_rl.evals.results import Sample
+from beam_rl.evals.summary import summarize
+from beam_rl.evals.task import Task
 from beam_rl.problems import Problems
 from beam_rl.recipe import Recipe
 from beam_rl.rollouts import accuracies, whole_distribution
@@ -30,26 +33,51 @@ async def evaluate(recipe: Recipe, problems: Problems, generator: GeneratorInter
         step,
     )
     output = await generator.generate(inputs)
-    correct = [accuracy > 0 for accuracy in accuracies(output)]
-    matrix = [correct[row : row + samples] for row in range(0, len(correct), samples)]  # [problems, samples]
-    mean, error = avg_at_k(matrix)
-    stops = output["stop_reasons"] or []
+    task = problems.task("held-out")
+    seconds = time.time() - start
+    summary = summarize(task, graded(task, output, samples), samples, seconds)
     return {
         "kind": "eval",
         "step": step,
         "time": time.time(),
-        "avg8": mean,
-        "se": error,
-        "pass8": pass_at_k(matrix),
-        "truncated_share": share(reason == "length" for reason in stops),
-        "no_answer_share": share(bool(row.get("no_answer")) for row in output["env_metrics"] or []),
-        "problems": len(matrix),
+        "avg8": summary.avg,
+        "se": summary.se,
+        "pass8": summary.pass_k,
+        "maj8": summary.maj_k if any("answer" in row for row in output.get("env_metrics") or []) else None,
+        "truncated_share": summary.truncated_share,
+        "no_answer_share": summary.no_answer_share,
+        "grader_timeouts": summary.verdicts.get(Verdict.timeout, 0),
+        "response_length_mean": summary.tokens_mean,
+        "response_length_p95": summary.tokens_p95,
+        "problems": len(task.problems),
         "samples": samples,
-        "seconds": time.time() - start,
+        "text_hash": task.text_hash,
+        "seconds": seconds,
     }
 
 
-def share(flags: Any) -> float:
-    """The share of true values; 0 of none."""
-    values = list(flags)
-    return sum(values) / len(values) if values else 0.0
+def graded(task: Task, output: GeneratorOutput, k: int) -> list[Sample]:
+    """A generator's output as graded samples; its rows are k a problem, in the task's order.
+
+    An environment that gives no verdict is believed its accuracy, or its reward.
+    """
+    values = accuracies(output)
+    metrics = output.get("env_metrics") or [{}] * len(values)
+    stops = output.get("stop_reasons") or [None] * len(values)
+    responses = output.get("response_ids")
+    made = []
+    for row, (accuracy, metric, stop) in enumerate(zip(values, metrics, stops, strict=True)):
+        verdict = Verdict(metric.get("verdict") or (Verdict.correct if accuracy > 0 else Verdict.wrong))
+        if verdict is Verdict.no_answer and stop == "length":
+            verdict = Verdict.truncated  # the environment does not see why generation stopped
+        made.append(
+            Sample(
+                problem=task.problems[row // k].id,
+                sample=row % k,
+                verdict=verdict,
+                answer=metric.get("answer"),
+                tokens=len(responses[row]) if responses is not None else None,
+                finish_reason=stop,
+            )
+        )
+    return made

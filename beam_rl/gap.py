@@ -65,18 +65,19 @@ def drop_nonfinite(logprobs: Sequence[list[float]], loss_masks: Sequence[list[in
 class GapMonitor:
     """Compares every step's mean gap with the budget and says when enough steps in a row were over it."""
 
-    def __init__(self, settings: GapSettings) -> None:
+    def __init__(self, settings: GapSettings, budget: float) -> None:
         self.settings = settings
+        self.budget = budget
         self.over = 0
         """Steps in a row over the budget, up to now."""
 
     def update(self, gap: Gap) -> str | None:
         """Take one step's gap; returns what to tell the user, once for each full `patience`, else None."""
-        self.over = self.over + 1 if gap.mean > self.settings.budget else 0
+        self.over = self.over + 1 if gap.mean > self.budget else 0
         if self.over == 0 or self.over % self.settings.patience:
             return None
         return (
-            f"the mean gap was over its budget of {self.settings.budget:g} for {self.over} steps in a row "
+            f"the mean gap was over its budget of {self.budget:g} for {self.over} steps in a row "
             f"(now {gap.mean:.4f} mean, {gap.max:.3f} max)"
         )
 

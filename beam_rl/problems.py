@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from beam_rl.evals import sources
 from beam_rl.evals.arithmetic import ENV_CLASS
+from beam_rl.evals.task import Task, from_rows
 from beam_rl.model.errors import BadInput
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ class Problems:
         row = self.rows[index]
         others = {key: value for key, value in row.items() if key not in (PROMPT, "env_class")}
         return row[PROMPT], row.get("env_class"), others, str(index)
+
+    def task(self, name: str) -> Task:
+        """The problems as an evaluation's task."""
+        return from_rows(self.rows, name, name)
 
     def collate_fn(self, items: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
         """Items as SkyRL's generator input wants them."""
@@ -138,7 +144,12 @@ def load_problems(
 
 
 def read_rows(source: str, key: str) -> list[dict[str, Any]]:
-    """The rows of a .jsonl, .json or .parquet file, or of `name` / `name:split` on the Hub. Raises BadInput."""
+    """The rows of a .jsonl, .json or .parquet file, of a task (`aime25`), or of `name:split` on the Hub.
+
+    Raises BadInput. A file may also hold problem/answer pairs, as `beam-rl eval` takes them, and with its prompt.
+    """
+    if source in sources.AIME:
+        return task_rows(source, key)
     path = Path(source)
     if path.suffix not in (".jsonl", ".json", ".parquet"):
         return hub_rows(source, key)
@@ -155,7 +166,16 @@ def read_rows(source: str, key: str) -> list[dict[str, Any]]:
         rows = json_rows(path, key)
     if not rows:
         raise BadInput(f"{key}: {source}: empty.")
-    return rows
+    pairs = isinstance(rows[0], dict) and PROMPT not in rows[0] and "problem" in rows[0]
+    return task_rows(source, key) if pairs else rows
+
+
+def task_rows(source: str, key: str) -> list[dict[str, Any]]:
+    """The rows of an evaluation's task. Raises BadInput."""
+    try:
+        return sources.load(source).rows()
+    except BadInput as error:
+        raise BadInput(f"{key}: {error}") from error
 
 
 def json_rows(path: Path, key: str) -> list[dict[str, Any]]:

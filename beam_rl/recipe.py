@@ -77,6 +77,15 @@ class Recipe:
         return Path(path) if path else None
 
     @property
+    def route_shape(self) -> tuple[int, int] | None:
+        """(layers, experts a token) of the routes that training replays; None without R3 or without experts."""
+        from beam_rl.model.config import load_config  # takes longer than a bad recipe may
+
+        assert self.model_path is not None
+        config = load_config(self.model_path)
+        return (config.num_hidden_layers, config.num_experts_per_tok) if self.beam.r3 and config.sparse_layers else None
+
+    @property
     def steps(self) -> int:
         """Training steps of the whole run."""
         steps = self.trainer.max_training_steps
@@ -202,12 +211,12 @@ def derive(values: dict[str, Any], beam: BeamSettings, run_dir: Path, name: str,
     """Set the keys that follow from others. Raises BadInput where the recipe says something else."""
     reasons = {
         "trainer.strategy": ("megatron", "Beam trains on Megatron-Core"),
-        "trainer.bf16": (beam.precision == "bf16", "beam.precision"),
+        "trainer.bf16": (beam.precision != "fp32", "beam.precision"),
         "trainer.epochs": (1, "the prompts are an endless shuffled stream; set trainer.max_training_steps"),
         "trainer.policy.megatron_config.moe_enable_routing_replay": (beam.r3, "beam.r3"),
         "generator.inference_engine.enable_return_routed_experts": (beam.r3, "beam.r3"),
         "generator.inference_engine.model_dtype": (
-            {"bf16": "bfloat16", "fp32": "float32"}[beam.precision],
+            "float32" if beam.precision == "fp32" else "bfloat16",
             "beam.precision",
         ),
         "generator.inference_engine.distributed_executor_backend": ("mp", "R3 hangs with the ray back end"),

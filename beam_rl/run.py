@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from beam_rl import checkpoints, checks, folder, lifetime
+from beam_rl import checkpoints, checks, folder, lifetime, precision
 from beam_rl.console import Console
 from beam_rl.lines import Opening
 from beam_rl.metrics import summary, write_atomically
@@ -71,16 +71,16 @@ def opening(recipe: Recipe, resume: bool) -> Opening:
         ("step", f"{trainer.train_batch_size} prompts x {generator.n_samples_per_prompt} samples = {responses} "
                  f"responses, {recipe.updates_per_step} updates"),
         ("precision", f"{recipe.beam.precision}, R3 {'on' if recipe.beam.r3 else 'off'}, gap budget "
-                      f"{recipe.beam.gap.budget:g} nats a token ({recipe.beam.gap.action})"),
+                      f"{recipe.beam.gap_budget:g} nats a token ({recipe.beam.gap.action})"),
         ("run folder", str(recipe.run_dir)),
     ]  # fmt: skip
     small = recipe.beam.device == "cpu" and tiny is not None
     phases = [
-        *([("warm-up (cached)" if cached(recipe) else "warm-up", 0.0 if cached(recipe) else 350.0)] if tiny else []),
-        ("start-up", 60.0 if small else 0.0),
-        ("evaluation", 6.0 if small else 0.0),
-        ("training", 2.5 * recipe.steps if small else 0.0),
-        ("evaluation", 6.0 if small else 0.0),
+        *([("warm-up (cached)" if cached(recipe) else "warm-up", 0.0 if cached(recipe) else 230.0)] if tiny else []),
+        ("start-up", 45.0 if small else 0.0),
+        ("evaluation", 5.0 if small else 0.0),
+        ("training", 2.2 * recipe.steps if small else 0.0),
+        ("evaluation", 5.0 if small else 0.0),
         ("export and report", 2.0 if small else 0.0),
     ]
     verb = "Resumes" if resume else "Trains"
@@ -128,12 +128,9 @@ def run(
 
 def with_profile(recipe: Recipe) -> Recipe:
     """The recipe with the rollout engine's arguments filled in; those the recipe gives win."""
-    from beam_rl.rollout.profile import engine_init_kwargs
-
+    arguments = precision.engine_arguments(recipe, recipe.beam.precision)
     given = recipe.generator.inference_engine.engine_init_kwargs
-    complete = recipe.with_values(
-        generator__inference_engine__engine_init_kwargs=engine_init_kwargs(recipe.beam.device) | given
-    )
+    complete = recipe.with_values(generator__inference_engine__engine_init_kwargs=arguments | given)
     # SkyRL works on token ids; text is needed only to find stop strings.
     for name in ("sampling_params", "eval_sampling_params"):
         params = getattr(recipe.generator, name)
@@ -157,4 +154,4 @@ def finish(recipe: Recipe, console: Console, observed: Observed, memory: PeakMem
     numbers |= {"phase_seconds": console.seconds, "phase_peak_rss_bytes": memory.by_phase}
     write_atomically(recipe.run_dir / "summary.json", json.dumps(numbers, indent=1) + "\n")
     write_report(recipe.run_dir)
-    console.final(numbers, recipe.beam.gap.budget, recipe.run_dir)
+    console.final(numbers, recipe.beam.gap_budget, recipe.run_dir)

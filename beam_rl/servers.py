@@ -48,13 +48,14 @@ class Servers:
 
     def client(self, tokenizer: Any) -> "RemoteInferenceClient":
         """Wait for the servers; returns SkyRL's client of them."""
+        from beam_rl.client import BatchingClient, CompletingClient, DirectClient
+
         if self.actor is None:
             from skyrl.backends.skyrl_train.inference_servers.setup import build_new_inference_client
 
             client, self.setup = build_new_inference_client(self.recipe.skyrl(), tokenizer)
+            client._generate_client = CompletingClient(client.proxy_url, route_shape=self.recipe.route_shape)
             return client
-        from beam_rl.client import BatchingClient, DirectClient
-
         url = ray.get(self.info).url
         engine = self.recipe.generator.inference_engine
         return DirectClient(
@@ -64,7 +65,7 @@ class Servers:
             enable_return_routed_experts=engine.enable_return_routed_experts,
             data_parallel_size=1,
             tokenizer=tokenizer,
-            _generate_client=BatchingClient(proxy_url=url),
+            _generate_client=BatchingClient(proxy_url=url, route_shape=self.recipe.route_shape),
         )
 
     def shutdown(self) -> None:

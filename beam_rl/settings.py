@@ -1,8 +1,14 @@
 """The `beam:` section of a recipe: what SkyRL has no key for. Every field says its unit and meaning."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from beam_rl.model.lora_config import LoraConfig
+from beam_rl.model.mxfp8_config import Mxfp8Settings
+
+BUDGETS = {"lora": 0.01, "bf16": 0.01, "mxfp8": 0.03, "fp32": 0.01}
+"""Largest mean gap of a step, in nats a token, by precision: Beam's published bounds."""
 
 
 class Section(BaseModel):
@@ -14,8 +20,8 @@ class Section(BaseModel):
 class GapSettings(Section):
     """The difference between the trainer's and the rollout's log-probs: |log p_trainer - log p_rollout| a token."""
 
-    budget: float = Field(default=0.01, gt=0)
-    """Largest mean gap, in nats a response token, that a step may have. Beam reports 0.01 for bf16."""
+    budget: float | None = Field(default=None, gt=0)
+    """Largest mean gap, in nats a response token, that a step may have. None (`null`): 0.01, and 0.03 in MXFP8."""
     action: Literal["warn", "stop"] = "warn"
     """What to do after `patience` steps in a row over the budget: say so, or save a checkpoint and end the run."""
     patience: int = Field(default=3, gt=0)
@@ -76,13 +82,52 @@ class TinySettings(Section):
     """Share of the worked solutions whose answer is wrong: what the model imitates, and reinforcement removes."""
 
 
+class LoraSettings(Section):
+    """Adapters, under the names of PEFT's `LoraConfig`; read by `beam.precision: lora`."""
+
+    r: int = LoraConfig.r
+    """Rank; on experts a multiple of 8."""
+    lora_alpha: float = float(LoraConfig.lora_alpha)
+    """Scale of an adapter's change, times the rank."""
+    lora_dropout: float = LoraConfig.lora_dropout
+    """Probability with which an element of an adapter's input is dropped in training."""
+    target_modules: list[str] = list(LoraConfig.target_modules)
+    """Projections with an adapter, by the ends of their names: `gate_proj` is the attention's gate, the dense layers'
+    and the experts'; `self_attn.gate_proj`, `mlp.gate_proj`, `experts.gate_proj` are one of them."""
+    init_lora_weights: Literal[True, "gaussian"] = LoraConfig.init_lora_weights
+    """How A begins: `true` is Kaiming-uniform. B begins at zero."""
+    use_rslora: bool = LoraConfig.use_rslora
+    """Divide `lora_alpha` by the square root of the rank instead of the rank."""
+
+    def config(self) -> LoraConfig:
+        """The trainer's form. Raises BadInput naming the field."""
+        return LoraConfig(**self.model_dump() | {"target_modules": tuple(self.target_modules)})
+
+
+class Mxfp8Section(Section):
+    """Block-scaled FP8 of both sides; read by `beam.precision: mxfp8`."""
+
+    scaling: Literal["rceil", "floor"] = "rceil"
+    """Rounding of a block's scale: `rceil` never overflows, as NVIDIA's libraries; `floor` is the OCP's."""
+    exclude: list[str] = []
+    """Projections to leave in bf16, by parts of their names. Router, norms, embedding and LM head always are."""
+
+    def config(self) -> Mxfp8Settings:
+        """Both sides' form. Raises BadInput naming the field."""
+        return Mxfp8Settings(scaling=self.scaling, exclude=tuple(self.exclude))
+
+
 class BeamSettings(Section):
     """The `beam:` section."""
 
     run_dir: str | None = None
     """Folder of the run: metrics, checkpoints, export, report. Default: `runs/<recipe name>-<date>-<time>`."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Arithmetic of both sides. bf16 keeps fp32 main parameters in the optimizer; fp32 is for parity and debugging."""
+    precision: Literal["lora", "bf16", "mxfp8", "fp32"] = "bf16"
+    """What is trained, and in which arithmetic on both sides. lora: adapters beside frozen bf16 weights, merged for the
+    rollout. bf16: all weights. mxfp8: all weights, with block-scaled FP8 GEMMs. fp32 is for parity and debugging. The
+    optimizer keeps fp32 main parameters in all of them."""
+    lora: LoraSettings = LoraSettings()
+    mxfp8: Mxfp8Section = Mxfp8Section()
     r3: bool = True
     """Replay in training the routes that the rollout took (routed experts of every token and layer)."""
     device: Literal["cpu", "gpu"] = "cpu"
@@ -97,3 +142,13 @@ class BeamSettings(Section):
     sampling: SamplingSettings = SamplingSettings()
     tiny: TinySettings | None = None
     """None (`null`) trains the checkpoint at `trainer.policy.model.path`."""
+
+    @model_validator(mode="after")
+    def _budget_of_the_precision(self) -> Self:
+        self.gap = self.gap.model_copy(update={"budget": self.gap_budget})
+        return self
+
+    @property
+    def gap_budget(self) -> float:
+        """`gap.budget`, or what the precision's is."""
+        return BUDGETS[self.precision] if self.gap.budget is None else self.gap.budget

@@ -105,7 +105,7 @@ def cache_folder(recipe: "Recipe") -> Path:
 
 def dtype_of(recipe: "Recipe") -> Dtype:
     """The type of the tiny model's weights."""
-    return "bfloat16" if recipe.beam.precision == "bf16" else "float32"
+    return "float32" if recipe.beam.precision == "fp32" else "bfloat16"
 
 
 def build(folder: Path, settings: TinySettings, seed: int, dtype: Dtype, progress: Progress) -> None:
@@ -114,14 +114,20 @@ def build(folder: Path, settings: TinySettings, seed: int, dtype: Dtype, progres
     write_rows(folder / "train.jsonl", split.train)
     write_rows(folder / "held_out.jsonl", split.held_out)
     from beam_rl.model.checkpoint import save_hf
-    from beam_rl.model.config import BeamConfig
 
-    config, encoder = BeamConfig(**ARCHITECTURE, architectures=["BeamForCausalLM"], dtype=dtype), tokenizer()
+    config, encoder = architecture(dtype), tokenizer()
     encoder.save_pretrained(folder / "tokenizer")
     engine = warm_up(config, encoder, split.train, settings, seed, dtype, folder / "initial", progress)
     save_hf(folder / "model", config, engine.export(), copy_from=folder / "tokenizer")
     shutil.rmtree(folder / "tokenizer")
     (folder / "settings.json").write_text(settings.model_dump_json(indent=1), encoding="utf-8")
+
+
+def architecture(dtype: Dtype = "bfloat16") -> "BeamConfig":
+    """The tiny model's configuration."""
+    from beam_rl.model.config import BeamConfig
+
+    return BeamConfig(**ARCHITECTURE, architectures=["BeamForCausalLM"], dtype=dtype)
 
 
 def task(settings: TinySettings) -> ArithmeticSpec:

@@ -19,7 +19,7 @@ from beam_rl.dapo import DynamicSampling, Selection, overlong_penalty
 from beam_rl.evaluation import evaluate
 from beam_rl.problems import Problems, ProblemStream
 from beam_rl.recipe import Recipe
-from beam_rl.rollouts import RolloutStats, accuracies, indices_of, rewards, split_groups, whole_distribution
+from beam_rl.rollouts import RolloutStats, accuracies, indices_of, neutral, rewards, split_groups, whole_distribution
 from beam_rl.trainer.worker import WITHOUT_REPLAY
 
 Advance = Callable[[int], None]
@@ -49,7 +49,7 @@ class BeamTrainer(RayPPOTrainer):
     def __init__(self, recipe: Recipe, observer: Observer, **arguments: Any) -> None:
         self.recipe = recipe
         self.observer = observer
-        self.monitor = gap.GapMonitor(recipe.beam.gap)
+        self.monitor = gap.GapMonitor(recipe.beam.gap, recipe.beam.gap_budget)
         self.stats = RolloutStats()
         self.selection: Selection | None = None
         self.sampling: DynamicSampling | None = None
@@ -93,16 +93,20 @@ class BeamTrainer(RayPPOTrainer):
             self.observer.step_started(self.global_step)
         input_batch["sampling_params"] = whole_distribution(input_batch["sampling_params"] or {})
         output = await super().generate(input_batch)
+        dropped = self.generator.dropped
+        self.stats.dropped_samples.update(dropped.values())
         if output.get("rollout_logprobs") is not None:
             self.stats.dropped_tokens += gap.drop_nonfinite(output["rollout_logprobs"], output["loss_masks"])
         limit = self.recipe.generator.sampling_params.max_generate_length
-        output["rewards"] = [
+        uids = [trajectory.instance_id for trajectory in input_batch["trajectory_ids"] or []]
+        shaped = [
             reward + overlong_penalty(len(response), limit, self.recipe.beam.overlong)
             for reward, response in zip(rewards(output), output["response_ids"], strict=True)
         ]
+        output["rewards"] = neutral(shaped, uids, dropped)
         self.stats.add(output)
-        uids = [trajectory.instance_id for trajectory in input_batch["trajectory_ids"] or []]
-        self.signal, self.silent = split_groups(uids, accuracies(output), self.recipe.beam.sampling.accuracy_tolerance)
+        right = neutral(accuracies(output), uids, dropped)
+        self.signal, self.silent = split_groups(uids, right, self.recipe.beam.sampling.accuracy_tolerance)
         self.stats.groups += len(self.signal) + len(self.silent)
         self.stats.informative += len(self.signal)
         return output
@@ -216,15 +220,17 @@ class BeamTrainer(RayPPOTrainer):
     # Records
 
     def _fire(self, event_name: str, **fields: Any) -> None:
-        """SkyRL's callbacks; when a step's metrics are complete, also its record."""
+        """SkyRL's callbacks; when a step's metrics are complete, also its record, and the checkpoint before it."""
         super()._fire(event_name, **fields)
+        if event_name == "on_train_end":
+            self.publish_checkpoint()
         if event_name == "on_log" and "trainer/global_step" in fields["logs"]:
+            self.publish_checkpoint()  # of the step before, written while this one ran
             record = self.step_record(fields["logs"])
             self.stats, self.selection = RolloutStats(), None
             fields["logs"].update({f"beam/{key}": value for key, value in record.items() if is_number(value)})
             self.observer.step(record)
             self.recorded = self.global_step
-            self.publish_checkpoint()
 
     def step_record(self, logs: dict[str, Any]) -> dict[str, Any]:
         """The "step" record of `metrics.jsonl`, from what SkyRL logged and what was counted here."""
@@ -245,7 +251,7 @@ class BeamTrainer(RayPPOTrainer):
             "gap_mean": self.gap.mean,
             "gap_p99": self.gap.p99,
             "gap_max": self.gap.max,
-            "gap_budget": self.recipe.beam.gap.budget,
+            "gap_budget": self.recipe.beam.gap_budget,
             "gap_mean_no_r3": self.gap_without_r3,
             "tokens_per_second": sum(self.stats.lengths) / whole,
             "step_seconds": whole,
@@ -261,32 +267,34 @@ class BeamTrainer(RayPPOTrainer):
     # Checkpoints
 
     def save_checkpoints(self) -> str:
-        """The policy now; the driver's state and the pointer to both once the step's record is written.
+        """Begin to write the policy; the driver's state and the pointer to both follow when that is done.
 
         SkyRL saves before it evaluates and logs: a pointer set here would, after a kill, resume beyond those.
         """
         root = Path(self.cfg.trainer.ckpt_path)
         where = checkpoints.folder(root, self.global_step)
+        self.publish_checkpoint()
         if self.global_step == self.published:
             return str(where)  # resumed with no step left; SkyRL saves at the end all the same
         self.dispatch.save_checkpoint("policy", str(where / "policy"))
-        state = {
+        self.unpublished = {
             "step": self.global_step,
             "stream": self.stream.state_dict(),
             "gap_over": self.monitor.over,
             "informative_share": self.informative_share,
         }
-        self.unpublished = state
-        self.publish_checkpoint()  # SkyRL's checkpoint after its loop: the record is there already
+        self.publish_checkpoint()  # after SkyRL's loop the record is there already
         return str(where)
 
     def publish_checkpoint(self) -> None:
-        """Make a saved policy the latest checkpoint, if its step is recorded."""
-        if self.unpublished is None or self.recorded != self.global_step:
+        """Make the policy saved last the latest checkpoint, if its step is recorded; waits until it is written."""
+        state = self.unpublished
+        if state is None or self.recorded < state["step"]:
             return
         trainer = self.cfg.trainer
-        checkpoints.publish(Path(trainer.ckpt_path), self.global_step, self.unpublished, trainer.max_ckpts_to_keep)
-        self.unpublished, self.published = None, self.global_step
+        self.dispatch.finalize_pending_saves("policy")
+        checkpoints.publish(Path(trainer.ckpt_path), state["step"], state, trainer.max_ckpts_to_keep)
+        self.unpublished, self.published = None, state["step"]
 
     def load_checkpoints(self) -> tuple[int, str | None]:
         """Go on from the last whole checkpoint: its weights reach the rollout before the first sample is drawn."""

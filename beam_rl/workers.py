@@ -2,13 +2,17 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 
+from beam_rl import fingerprint
 from beam_rl.rollout import transfer
-from beam_rl.trainer.worker import BeamPolicyWorkerBase, BeamRefWorkerBase
+from beam_rl.trainer.precision import Precision
+from beam_rl.trainer.worker import BeamPolicyWorkerBase, BeamRefWorkerBase, EngineWorker
 
 if TYPE_CHECKING:
     from beam_rl.trainer.engine import TrainerEngine
@@ -49,16 +53,32 @@ class PolicyWorkerBase(BeamPolicyWorkerBase):
         await asyncio.to_thread(self._weight_sync_engine.send_weights)
         torch.distributed.barrier()
 
+    def save_hf_model(self, export_dir: str, tokenizer: Any) -> None:
+        """A Hugging Face checkpoint with its manifest: digests, and how this engine scores a fixed prompt."""
+        super().save_hf_model(export_dir, tokenizer)
+        fingerprint.write_manifest(Path(export_dir), self.engine)
+
 
 class ExportedWeights:
-    """The engine's current weights under their Hugging Face names, walked through anew for every transfer."""
+    """The engine's current weights as the rollout wants them, walked through anew for every transfer."""
 
     def __init__(self, engine: "TrainerEngine") -> None:
         self.engine = engine
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.engine.export())
+        return iter(self.engine.rollout_weights())
 
 
-PolicyWorker = ray.remote(num_gpus=1)(PolicyWorkerBase)
-RefWorker = ray.remote(num_gpus=1)(BeamRefWorkerBase)
+def policy_worker(precision: Precision) -> Any:
+    """The policy's actor class for a precision."""
+    return _actor(PolicyWorkerBase, precision)
+
+
+def reference_worker(precision: Precision) -> Any:
+    """The reference's actor class: the model that training starts from, so without an adapter."""
+    return _actor(BeamRefWorkerBase, replace(precision, lora=None))
+
+
+def _actor(base: type[EngineWorker], precision: Precision) -> Any:
+    """SkyRL constructs its workers itself, with arguments of its own: a class is where another value fits."""
+    return ray.remote(num_gpus=1)(type(base.__name__.removesuffix("Base"), (base,), {"precision": precision}))

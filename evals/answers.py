@@ -9,6 +9,7 @@ import re
 THINK_START, THINK_END = "<think>", "</think>"
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_BOXES = (r"\boxed", r"\fbox")
 
 _CHARACTERS = str.maketrans(
     {
@@ -43,7 +44,7 @@ def extract_answer(response: str) -> str | None:
         return None
     best = (-1, "")  # (start, content): the box that opens last
     open_braces: list[tuple[int, bool]] = []  # (where the content starts, whether it is a box)
-    for match in _BRACES.finditer(final):
+    for match in _BRACES.finditer(final, _first_box(final)):
         token = match.group()
         if token.endswith("{") and token != r"\{":
             open_braces.append((match.end(), token != "{"))
@@ -52,6 +53,14 @@ def extract_answer(response: str) -> str | None:
             if is_box and start > best[0]:
                 best = (start, final[start : match.start()])
     return best[1].strip() or None
+
+
+def _first_box(text: str) -> int:
+    """Where to begin: no brace before the first box can close one or belong to one."""
+    start = min((place for box in _BOXES if (place := text.find(box)) >= 0), default=len(text))
+    while start > 0 and text[start - 1] == "\\":  # an escaped backslash is no beginning of a box
+        start -= 1
+    return start
 
 
 def clean(answer: str) -> str:

@@ -2,7 +2,8 @@
 
 It imports sympy once and forks for every answer: a fork takes milliseconds, so killing one costs the next answer
 nothing, and neither memory exhaustion nor a crash inside sympy reaches beyond its own answer. Timeouts are the
-waiting parent's, so no signal handler and no alarm is involved.
+waiting parent's, so no signal handler and no alarm is involved. A busy machine that gives an answer no processor gives
+it more time: a timeout says something about the answer.
 
 Protocol: one JSON object `{"gold", "answer"}` a line on stdin, one word a line on stdout; end of stdin ends it.
 Run as `python -m beam_rl.evals.symbolic_worker TIMEOUT_SECONDS`.
@@ -16,6 +17,7 @@ import resource
 import select
 import signal
 import sys
+import time
 
 from math_verify import LatexExtractionConfig, parse, verify
 
@@ -23,7 +25,14 @@ from beam_rl.evals.symbolic import Outcome
 
 MEMORY_LIMIT = 4 << 30
 """Bytes of address space for one comparison: `9^{9^{9^9}}` must not take the machine's memory."""
-
+OWN_SHARE = 0.9
+"""Share of the timeout after which a comparison is ended; the rest is for starting and ending it."""
+WORKED_SHARE = 0.2
+"""Share of the timeout that it must have had a processor by then, and gets otherwise: most need a hundredth of it."""
+PATIENCE = 4.0
+"""After this many timeouts it is over in any case."""
+RESOLUTION = 0.05
+"""Seconds of processor time that do not matter: the kernel counts in hundredths."""
 
 _WARM_UP = (
     (r"-\frac{1}{2}", r"0.5"),
@@ -46,7 +55,10 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def compare(gold: str, answer: str, timeout: float) -> Outcome:
-    """Runs `equal` in a fork and kills the fork after `timeout` seconds, or as soon as nobody reads the result."""
+    """Runs `equal` in a fork; kills the fork within `timeout` seconds, or as soon as nobody reads the result.
+
+    A fork that a busy machine kept waiting has more, `PATIENCE` timeouts at most.
+    """
     child = os.fork()
     if child == 0:
         # Should this process itself be killed, its caller must see the pipes close and the kernel must end the fork.
@@ -65,7 +77,7 @@ def compare(gold: str, answer: str, timeout: float) -> Outcome:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(reader, 0)  # reports an error once the other end is closed
-    events = dict(poll.poll(timeout * 1000))
+    events = wait(poll, child, timeout)
     os.close(descriptor)
     finished = descriptor in events
     if not finished:
@@ -76,6 +88,23 @@ def compare(gold: str, answer: str, timeout: float) -> Outcome:
     if not finished:
         return "timeout"
     return "equal" if os.waitstatus_to_exitcode(status) == 0 else "different"
+
+
+def wait(poll: select.poll, child: int, timeout: float) -> dict[int, int]:
+    """What `poll` reports before the child's time is up; empty when it is."""
+    end, pause = time.monotonic() + PATIENCE * timeout, OWN_SHARE * timeout
+    while not (events := dict(poll.poll(pause * 1000))):
+        pause = min(WORKED_SHARE * timeout - processor_seconds(child), end - time.monotonic())
+        if pause <= RESOLUTION:
+            break
+    return events
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process."""
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()  # after the name, which may hold anything
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

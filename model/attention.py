@@ -106,7 +106,7 @@ def _windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: flo
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of [batch, heads, tokens, d]; mask is bool and broadcast to [batch, heads, queries, keys]; None: causal."""
+    """Attention of [batch, heads, tokens, d]; mask is bool, [queries, keys] or with more axes before; None: causal."""
     dtype = q.dtype
     if q.device.type == "cpu":  # no slower than PyTorch's bfloat16 kernel there, and one rounding
         q, k, v = q.float(), k.float(), v.float()

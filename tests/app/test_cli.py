@@ -23,7 +23,7 @@ def test_score_writes_logprobs_and_routes(checkpoint: Path, tmp_path: Path) -> N
     assert main(["score", str(checkpoint), "--tokens", str(tokens), "--side", "trainer", "--out", str(out)]) == 0
     scores = load_file(out)
     assert scores["token_logprobs"].shape == (2, 11)
-    assert scores["routes.1"].shape == (2, 12, 4)
+    assert scores["routes.1"].shape == (2, 12, 2)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_nonfinite_rollout_logprobs_leave_loss_and_denominator() -> None:
 
 
 def test_only_steps_in_a_row_over_budget_count() -> None:
-    monitor = GapMonitor(GapSettings(budget=0.01, patience=2, action="stop"))
+    monitor = GapMonitor(GapSettings(patience=2, action="stop"), 0.01)
     over, under = Gap(0.02, 0, 0, 1), Gap(0.005, 0, 0, 1)
     assert monitor.update(over) is None
     assert monitor.update(under) is None
@@ -50,11 +50,11 @@ def test_only_steps_in_a_row_over_budget_count() -> None:
 
 
 def test_warn_never_stops() -> None:
-    monitor = GapMonitor(GapSettings(budget=0.01, patience=1, action="warn"))
+    monitor = GapMonitor(GapSettings(patience=1, action="warn"), 0.01)
     assert monitor.update(Gap(1.0, 1.0, 1.0, 1)) is not None
     assert not monitor.stop
 
 
 def test_the_budget_itself_is_within_budget() -> None:
-    monitor = GapMonitor(GapSettings(budget=0.01, patience=1))
+    monitor = GapMonitor(GapSettings(patience=1), 0.01)
     assert monitor.update(Gap(0.01, 0, 0, 1)) is None

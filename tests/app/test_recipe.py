@@ -121,6 +121,11 @@ MISTAKES = [
     (["environment.env_class=beam_maths"], r"env_class='beam_maths'.*beam_math"),
     (["data.train_data=null"], r"data\.train_data"),
     (["beam.tiny={}"], r"beam\.tiny"),
+    (["beam.lora.rank=8"], r"unknown key beam\.lora\.rank.*beam\.lora\.r"),
+    (["beam.precision=lora", "beam.lora.r=0"], r"beam\.lora\.r is 0"),
+    (["beam.precision=lora", "beam.lora.target_modules=[gate]"], r"beam\.lora\.target_modules.*router"),
+    (["beam.precision=lora", "beam.lora.target_modules=[lm_head]"], r"beam\.lora\.target_modules.*output layer"),
+    (["beam.precision=mxfp8", "beam.mxfp8.scaling=ceil"], r"beam\.mxfp8\.scaling.*rceil"),
 ]
 
 
@@ -133,6 +138,40 @@ def test_a_mistake_is_named_with_exit_code_2(
     assert captured.out == ""
     assert len(captured.err.strip().splitlines()) == 1
     assert re.search(message, captured.err), captured.err
+
+
+TINY_MISTAKES = [
+    (["beam.precision=lora", "beam.lora.r=12"], r"beam\.lora\.r is 12.*multiple of 8"),
+    (["beam.precision=mxfp8", "beam.mxfp8.exclude=[foo]"], r"beam\.mxfp8\.exclude: 'foo'"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), TINY_MISTAKES, ids=[item[1] for item, _ in TINY_MISTAKES])
+def test_a_precision_that_does_not_fit_the_tiny_model_is_refused_before_its_warm_up(
+    overrides: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("beam: {tiny: {}}")
+    assert main(["train", str(path), *overrides, "--dry-run"]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("precision", "budget"), [("lora", 0.01), ("bf16", 0.01), ("mxfp8", 0.03)])
+def test_the_gaps_budget_follows_the_precision(
+    precision: str, budget: float, content: dict[str, Any], write: Any
+) -> None:
+    assert recipe.load(write(content), [f"beam.precision={precision}"]).beam.gap_budget == budget
+    assert recipe.load(write(content), [f"beam.precision={precision}", "beam.gap.budget=0.5"]).beam.gap_budget == 0.5
+
+
+def test_a_value_behind_an_option_counts(
+    content: dict[str, Any], write: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """argparse takes no more positionals after an option."""
+    assert main(["train", str(write(content)), "--dry-run", "trainer.seed=77"]) == 0
+    assert "seed: 77" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["train", str(write(content)), "--dry-run", "--sed=7"])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from beam_rl.metrics import read_lines
 from beam_rl.model.checkpoint import HFCheckpoint
@@ -124,3 +125,33 @@ def test_an_interrupt_during_start_up_leaves_nothing(content: dict[str, Any], wr
     assert "interrupted" in log.read_text()
     assert started.alive() == []
     assert weight_files(since) == []
+
+
+@pytest.mark.timeout(12 * MINUTES)
+@pytest.mark.parametrize("precision", ["lora", "mxfp8"])
+def test_a_run_in_another_precision_trains_what_it_says(
+    precision: str, content: dict[str, Any], write: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    content["trainer"] |= {"max_training_steps": 2, "ckpt_interval": 2}
+    content["trainer"]["algorithm"] = {"dynamic_sampling": {"type": None}}
+    content["trainer"]["policy"]["optimizer_config"]["lr"] = 1e-2
+    content["beam"] |= {"precision": precision, "lora": {"target_modules": ["q_proj", "experts.down_proj"]}}
+    folder, log = tmp_path / "run", tmp_path / "log"
+    assert run([str(write(content))], log).wait(timeout=10 * MINUTES) == 0, log.read_text()[-3000:]
+
+    done = [line for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "step"]
+    assert [(line["step"], line["updates"]) for line in done] == [(1, 2), (2, 2)]
+    assert all(
+        line["grad_norm"] > 0 and line["gap_budget"] == {"lora": 0.01, "mxfp8": 0.03}[precision] for line in done
+    )
+    assert json.loads((folder / "summary.json").read_text())["precision"] == precision
+    config = load_config(folder / "export")
+    before, after = (dict(HFCheckpoint(path).tensors(config)) for path in (checkpoint, folder / "export"))
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    if precision == "lora":
+        assert all(".q_proj." in name or (".experts." in name and ".down_proj." in name) for name in changed)
+        assert any(".q_proj." in name for name in changed)
+        assert any(".experts." in name for name in changed)
+        assert (folder / "adapter" / "adapter_model.safetensors").is_file()
+    else:
+        assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate.weight"} <= changed

@@ -24,6 +24,21 @@ class Records:
         self.latest.append(latest(self.root))
 
 
+class Saves:
+    """The policy's checkpoints: a folder appears when the save is finished, as the worker's does."""
+
+    pending: str | None = None
+
+    def save_checkpoint(self, model: str, path: str) -> None:
+        assert self.pending is None, "the policy holds one unfinished save at most"
+        self.pending = path
+
+    def finalize_pending_saves(self, model: str) -> None:
+        if self.pending is not None:
+            Path(self.pending).mkdir(parents=True)
+            self.pending = None
+
+
 def latest(root: Path) -> int | None:
     found = checkpoints.latest(root)
     return found and found[0]
@@ -39,7 +54,7 @@ def trainer(content: dict[str, Any], write: Any, monkeypatch: pytest.MonkeyPatch
     bare.recipe, bare.cfg = loaded, SimpleNamespace(trainer=loaded.trainer)
     bare.observer, bare.stats = Records(root), RolloutStats()
     bare.monitor, bare.stream = SimpleNamespace(over=0), SimpleNamespace(state_dict=dict)
-    bare.dispatch = SimpleNamespace(save_checkpoint=lambda model, path: Path(path).mkdir(parents=True))
+    bare.dispatch = Saves()
     bare.informative_share = 1.0
     bare.recorded, bare.published, bare.unpublished = 0, 0, None
     bare.global_step = 1
@@ -56,12 +71,29 @@ def test_a_checkpoint_does_not_count_before_its_steps_record_is_written(trainer:
     """A kill during the last evaluation left a run with all steps done that could never be evaluated or summarised."""
     root = trainer.observer.root
     trainer.save_checkpoints()
-    assert latest(root) is None
     trainer._fire("on_log", logs={"eval/avg8": 0.5})  # the evaluation's own numbers are no step record
-    assert latest(root) is None
     log(trainer)
     assert trainer.observer.latest == [None]
+    trainer.global_step = 2
+    log(trainer)
+    assert trainer.observer.latest == [None, 1]
     assert latest(root) == 1
+
+
+def test_a_checkpoint_is_written_while_the_next_step_runs(trainer: Any) -> None:
+    trainer.save_checkpoints()
+    log(trainer)
+    assert trainer.dispatch.pending, "the step ended without waiting for its checkpoint"
+    trainer.global_step = 2
+    trainer.save_checkpoints()
+    assert latest(trainer.observer.root) == 1
+
+
+def test_the_last_steps_checkpoint_counts_when_training_ends(trainer: Any) -> None:
+    trainer.save_checkpoints()
+    log(trainer)
+    trainer._fire("on_train_end")
+    assert latest(trainer.observer.root) == 1
 
 
 def test_skyrls_checkpoint_after_its_loop_counts_at_once(trainer: Any) -> None:
@@ -74,6 +106,7 @@ def test_skyrls_checkpoint_after_its_loop_counts_at_once(trainer: Any) -> None:
 def test_a_resume_with_no_step_left_does_not_write_over_its_checkpoint(trainer: Any) -> None:
     trainer.save_checkpoints()
     log(trainer)
+    trainer._fire("on_train_end")
     trainer.dispatch = None
     trainer.save_checkpoints()
 
@@ -82,6 +115,7 @@ def test_a_run_killed_before_its_summary_can_be_resumed(trainer: Any) -> None:
     trainer.global_step = trainer.recipe.steps
     trainer.save_checkpoints()
     log(trainer)
+    trainer._fire("on_train_end")
     checks.folder(trainer.recipe, resume=True)
     (trainer.recipe.run_dir / "summary.json").write_text("{}")
     with pytest.raises(BadInput, match="steps are done"):

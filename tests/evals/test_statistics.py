@@ -3,10 +3,11 @@
 import itertools
 from collections import Counter
 
+import mpmath
 import numpy as np
 import pytest
 
-from beam_rl.evals.statistics import avg_at_k, maj_at_k, pass_at_k
+from beam_rl.evals.statistics import avg_at_k, maj_at_k, paired_difference, pass_at_k, t_quantile
 
 
 @pytest.fixture(params=range(5))
@@ -63,3 +64,61 @@ def test_wrong_shape_is_refused_instead_of_averaged(bad: list) -> None:
 def test_pass_at_more_than_was_sampled_is_refused() -> None:
     with pytest.raises(ValueError, match="pass@9"):
         pass_at_k(np.ones((2, 8)), 9)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 29, 30, 255, 1000])
+@pytest.mark.parametrize("probability", [0.75, 0.95, 0.975, 0.9995])
+def test_quantiles_of_students_t_agree_with_the_incomplete_beta_function(degrees: int, probability: float) -> None:
+    t = t_quantile(probability, degrees)
+    tail = mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True) / 2
+    assert float(1 - tail) == pytest.approx(probability, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_paired_interval_is_that_of_the_problems_differences(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problems = int(rng.integers(2, 60))
+    before, after = rng.binomial(8, rng.random(problems)) / 8, rng.binomial(8, rng.random(problems)) / 8
+    found = paired_difference(before, after)
+    # a regression of the differences on a constant, by least squares
+    differences = after - before
+    (mean,), (residuals,), *_ = np.linalg.lstsq(np.ones((problems, 1)), differences, rcond=None)
+    se = np.sqrt(residuals / (problems - 1) / problems)
+    assert (found.mean, found.se) == (pytest.approx(mean), pytest.approx(se))
+    t = mpmath.findroot(
+        lambda x: (
+            mpmath.betainc((problems - 1) / 2, 0.5, 0, (problems - 1) / (problems - 1 + x * x), regularized=True) - 0.05
+        ),
+        2.1 if problems > 2 else 12.7,
+    )
+    assert (found.low, found.high) == (pytest.approx(mean - float(t) * se), pytest.approx(mean + float(t) * se))
+
+
+def test_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(2000):
+        difficulty = rng.normal(size=30)  # in both runs, so that it must not widen the interval
+        before, after = (difficulty + rng.normal(scale=0.1, size=30) + shift for shift in (0.0, 0.02))
+        found = paired_difference(before, after)
+        covered += found.low <= 0.02 <= found.high
+        assert found.high - found.low < 0.2, "unpaired it would be about 1"
+    assert 0.935 < covered / 2000 < 0.965
+
+
+def test_one_problem_has_no_error_and_runs_of_other_lengths_no_difference() -> None:
+    assert np.isnan(paired_difference([0.5], [0.75])[1:]).all()
+    with pytest.raises(ValueError, match="equal vectors"):
+        paired_difference([0.5, 0.5], [0.5])
+
+
+def test_missing_samples_are_left_out_and_not_wrong() -> None:
+    nan = float("nan")
+    assert avg_at_k([[1, nan], [nan, nan], [1, 0]]).mean == pytest.approx(0.75)
+    assert avg_at_k([[1, nan], [0, 1]]) == avg_at_k([[1, 1], [0, 1]])
+    assert pass_at_k([[1, nan, 0], [0, 0, 0]], 2) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="pass@3"):
+        pass_at_k([[1, nan, 0], [0, 0, 0]], 3)
+    assert maj_at_k([["5", None], ["5", "6"]], [[1, nan], [0, 1]]) == pytest.approx(0.75)
+    with pytest.raises(ValueError, match="no problem has a sample"):
+        avg_at_k([[nan]])

@@ -1,0 +1,45 @@
+"""`beam.precision`, as the trainer and the rollout take it."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from beam_rl.trainer.precision import Precision
+
+if TYPE_CHECKING:
+    from beam_rl.recipe import Recipe
+    from beam_rl.trainer.settings import EngineConfig
+
+Name = Literal["lora", "bf16", "mxfp8"]
+"""The precisions to train in. (`fp32` is a fourth value of the recipe's key, for parity and debugging.)"""
+NAMES: tuple[Name, ...] = get_args(Name)
+
+
+def named(recipe: "Recipe", name: str) -> Precision:
+    """A precision by its name, with the recipe's settings for it."""
+    beam = recipe.beam
+    return Precision(
+        dtype="float32" if name == "fp32" else "bfloat16",
+        lora=beam.lora.config() if name == "lora" else None,
+        mxfp8=beam.mxfp8.config() if name == "mxfp8" else None,
+    )
+
+
+def chosen(recipe: "Recipe") -> Precision:
+    """The recipe's own."""
+    return named(recipe, recipe.beam.precision)
+
+
+def single_engine(recipe: "Recipe", name: str) -> "EngineConfig":
+    """The configuration of a trainer engine of the recipe in one process, for forward passes."""
+    from beam_rl.trainer.settings import Parallel
+    from beam_rl.trainer.skyrl_settings import engine_config
+
+    config = engine_config(recipe.trainer, None, named(recipe, name), recompute=False)
+    return replace(config, parallel=Parallel())
+
+
+def engine_arguments(recipe: "Recipe", name: str) -> dict[str, Any]:
+    """vLLM's arguments that a rollout in a precision needs, on the recipe's device."""
+    from beam_rl.rollout.profile import Device, engine_init_kwargs
+
+    return engine_init_kwargs(cast(Device, recipe.beam.device), named(recipe, name).mxfp8)
