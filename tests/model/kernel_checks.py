@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from beam_rl.model import numerics
-from beam_rl.model.kernels import heads, mlp, norm
+from beam_rl.model.kernels import head, heads, mlp, norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -167,6 +167,30 @@ def check_gate() -> None:
         for tokens, count, dim in ((1, 1, 8), (9, 3, 24)):
             attention, gate = rand(tokens, count, dim, dtype=dtype), rand(tokens, count, dim, dtype=dtype)
             compare(heads.output_gate, numerics.output_gate, (attention, gate, rand(count, dtype=dtype)), dtype)
+
+
+def check_head() -> None:
+    """The softmax's statistics and its gradient, which `head` uses in place of autograd."""
+    for dtype in DTYPES:
+        for rows, vocabulary in ((1, 7), (5, 4099)):
+            for cap in (None, 3.0):
+                logits = 4 * torch.randn(rows, vocabulary, device=DEVICE).to(dtype)
+                targets = torch.randint(0, vocabulary, (rows,), device=DEVICE)
+                z = (numerics.softcap(logits, cap) / 0.7).double()
+                top, mass, moment = head.statistics(logits, cap, 0.7).double().unbind(1)
+                torch.testing.assert_close(top, z.amax(-1), rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(top + mass.log(), z.logsumexp(-1), rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(moment / mass, (z.softmax(-1) * z).sum(-1), rtol=1e-4, atol=1e-5)
+
+                exact = logits.double().requires_grad_()
+                scaled = (exact if cap is None else torch.tanh(exact / cap) * cap) / 0.7
+                weights = torch.randn(rows, device=DEVICE)
+                (scaled.log_softmax(-1).gather(1, targets[:, None])[:, 0] * weights).sum().backward()
+                assert exact.grad is not None
+                normaliser = scaled.logsumexp(-1).float()
+                found = head.gradient_(logits.clone(), targets, normaliser, weights, 0, cap, 0.7)
+                step = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype]
+                torch.testing.assert_close(found.double(), exact.grad, rtol=4 * step, atol=4 * step)
 
 
 if __name__ == "__main__":
