@@ -4,7 +4,7 @@
 # make lint          ruff and mypy
 # make bench         time and memory of the quickstart, phase by phase
 # make parity        both sides against transformers' own Beam
-# make lock          resolve requirements/{cpu,gpu}.txt anew
+# make lock          resolve requirements/*.txt anew
 # make clean         remove what the other targets made, but not the runs
 
 .DEFAULT_GOAL := help
@@ -44,6 +44,8 @@ parity: setup
 lock: setup
 	$(BIN)/uv $(COMPILE) --extra cpu --overrides requirements/cpu.overrides.txt -o requirements/cpu.txt
 	$(BIN)/uv $(COMPILE) --extra gpu -o requirements/gpu.txt
+	echo transformers==5.24.0 | $(BIN)/uv pip compile -q - --no-deps --python-version 3.12 --generate-hashes \
+		--no-emit-index-url --no-annotate --no-header -o requirements/reference.txt
 
 clean:
 	rm -rf .venv .uv build dist .pytest_cache .mypy_cache .ruff_cache

@@ -184,7 +184,7 @@ def _identity(engine: TrainerEngine) -> dict[str, Any]:
         identity |= {f"mxfp8.{key}": value for key, value in asdict(engine.config.mxfp8).items()}
     settings = engine.config.optimizer
     for key, value in asdict(settings).items() if settings is not None else ():
-        if settings is not None and settings.schedule == "constant" and key in ("min_lr", "total_steps", "decay_steps"):
+        if settings is not None and settings.schedule == "constant" and key in ("min_lr", "total_steps"):
             continue  # a constant schedule never ends, so a run may be made longer
         identity[f"optimizer.{key}"] = list(value) if isinstance(value, tuple) else value
     if engine.config.lora is not None:

@@ -49,10 +49,6 @@ __all__ = [
     "TrainerEngine",
 ]
 
-Progress = Callable[[int, int], None]
-"""Called after every micro batch with (done, all)."""
-
-
 class TrainerEngine:
     """A Beam, its optimizer and its schedule, on this rank of the layout."""
 
@@ -127,7 +123,6 @@ class TrainerEngine:
         masked: bool = False,
         entropy: bool = False,
         routes: bool = False,
-        progress: Progress | None = None,
     ) -> Scores:
         """A forward pass over the samples; every rank of this data-parallel replica gets the results.
 
@@ -141,7 +136,7 @@ class TrainerEngine:
             RoutesError: `replay`, and a sample's routes are missing or invalid.
         """
         batches = self._batches(sequences, replay, masked=masked, record=routes)
-        results = self._run(batches, lambda batch, scores: scores, progress)
+        results = self._run(batches, lambda batch, scores: scores)
         values = outputs.gather(batches, results)  # [micro batches][2, T]
 
         def per_sample(row: int) -> list[Tensor]:
@@ -154,10 +149,10 @@ class TrainerEngine:
         )
 
     def forward_logprobs(
-        self, sequences: Seq[Sequence], *, replay: bool = True, masked: bool = False, progress: Progress | None = None
+        self, sequences: Seq[Sequence], *, replay: bool = True, masked: bool = False
     ) -> list[Tensor]:
         """Log-probabilities of the samples' tokens, float32 [n - 1] a sample; see `score`."""
-        return self.score(sequences, replay=replay, masked=masked, progress=progress).logprobs
+        return self.score(sequences, replay=replay, masked=masked).logprobs
 
     def forward_backward(
         self,
@@ -166,7 +161,6 @@ class TrainerEngine:
         *,
         replay: bool = True,
         entropy: bool = False,
-        progress: Progress | None = None,
     ) -> dict[str, float]:
         """Accumulate a loss's gradient over all samples of one optimizer step: this data-parallel replica's share.
 
@@ -187,7 +181,7 @@ class TrainerEngine:
         try:
             with lora.dropout(self.models):
                 results = self._run(
-                    batches, lambda batch, scores: self._loss(batch, scores, loss_fn, entropy), progress, backward=True
+                    batches, lambda batch, scores: self._loss(batch, scores, loss_fn, entropy), backward=True
                 )
         except BaseException:
             self.zero_grad()
@@ -221,7 +215,6 @@ class TrainerEngine:
         self,
         batches: Seq[MicroBatch],
         finish: Callable[[MicroBatch, Tensor], Any],
-        progress: Progress | None,
         *,
         backward: bool = False,
     ) -> list[Any]:
@@ -229,8 +222,6 @@ class TrainerEngine:
 
         Returns the outputs on the last pipeline stage, and nothing on the others.
         """
-        done = 0
-
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
             with cpu.without_mode():
@@ -244,13 +235,8 @@ class TrainerEngine:
             return output, partial(finish_step, batch)
 
         def finish_step(batch: MicroBatch, output: Tensor, non_loss_data: bool = False) -> Any:
-            nonlocal done
             with cpu.without_mode():
-                result = finish(batch, output[0])
-            done += 1
-            if progress is not None:
-                progress(done, len(batches))
-            return result
+                return finish(batch, output[0])
 
         with cpu.cuda_as_cpu():
             return get_forward_backward_func()(

@@ -65,13 +65,11 @@ def _schedule(settings: OptimizerSettings, optimizer: ChainedOptimizer) -> Optim
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.warmup_steps,
         lr_decay_steps=settings.total_steps or _FOREVER,
-        lr_decay_style="WSD" if settings.schedule == "wsd" else settings.schedule,
+        lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        wsd_decay_steps=settings.decay_steps,
-        lr_wsd_decay_style="linear",
     )
 
 

@@ -53,12 +53,10 @@ class OptimizerSettings:
     """Largest norm of the whole gradient; 0 turns clipping off."""
     warmup_steps: int = 0
     """Steps of linear warm-up: step k has k / warmup_steps of the learning rate."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After the warm-up. wsd: constant, then linear down over the last `decay_steps`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up."""
     total_steps: int | None = None
     """Steps at which a decaying schedule reaches `min_lr`; required unless constant."""
-    decay_steps: int | None = None
-    """Length, in steps, of wsd's decay; required by wsd."""
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "lr", self.lr, "it must be positive")
@@ -68,16 +66,12 @@ class OptimizerSettings:
         _require(self.eps > 0, "eps", self.eps, "it must be positive")
         _require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "it must be positive, or 0 for no clipping")
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "it must not be negative")
-        known = ("constant", "linear", "cosine", "wsd")
+        known = ("constant", "linear", "cosine")
         _require(self.schedule in known, "schedule", self.schedule, f"it must be one of {', '.join(known)}")
         if self.schedule == "constant":
             return
         total = self.total_steps or 0
         _require(total > self.warmup_steps, "total_steps", self.total_steps, "it must exceed warmup_steps")
-        if self.schedule == "wsd":
-            rule = f"wsd needs 1 to {total - self.warmup_steps} (total_steps less warmup_steps)"
-            decay = self.decay_steps or 0
-            _require(1 <= decay <= total - self.warmup_steps, "decay_steps", self.decay_steps, rule)
 
 
 @dataclass(frozen=True)

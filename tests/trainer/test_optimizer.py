@@ -106,10 +106,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, dtype, engine_for, s
         ({"warmup_steps": 3}, [1 / 3, 2 / 3, 1, 1, 1, 1]),
         ({"schedule": "linear", "total_steps": 5, "min_lr": 0.5}, [0.9, 0.8, 0.7, 0.6, 0.5, 0.5]),
         ({"schedule": "cosine", "total_steps": 4}, [0.5 + 0.5 * math.cos(math.pi * k / 4) for k in (1, 2, 3, 4)]),
-        (
-            {"schedule": "wsd", "total_steps": 5, "decay_steps": 2, "warmup_steps": 2, "min_lr": 0.2},
-            [0.5, 1, 1, 0.6, 0.2, 0.2],
-        ),
     ],
 )
 def test_learning_rates_of_the_first_steps(settings, expected, engine_for, samples):
@@ -157,8 +153,6 @@ def test_a_reference_model_has_no_gradients(engine_for, samples):
         (lambda: OptimizerSettings(schedule="step"), "schedule"),  # type: ignore[arg-type]
         (lambda: OptimizerSettings(schedule="cosine"), "total_steps"),
         (lambda: OptimizerSettings(schedule="linear", warmup_steps=5, total_steps=5), "total_steps"),
-        (lambda: OptimizerSettings(schedule="wsd", total_steps=5), "decay_steps"),
-        (lambda: OptimizerSettings(schedule="wsd", total_steps=5, warmup_steps=2, decay_steps=4), "decay_steps"),
         (lambda: EngineConfig(dtype="float16"), "dtype"),  # type: ignore[arg-type]
         (lambda: EngineConfig(micro_batch_tokens=0), "micro_batch_tokens"),
         (lambda: EngineConfig(recompute="some"), "recompute"),  # type: ignore[arg-type]
