@@ -22,6 +22,10 @@ PREFIXES = ("psm_", "sem.", "torch_")
 it mapped. Files of the weight transfer carry the marker; unmapped ones without it may be another run's, in flight."""
 
 
+SETTLED = 1.0
+"""Seconds after which a process that makes shared memory has mapped it."""
+
+
 def main() -> None:
     marker, temp_dir, log_dir = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -94,21 +98,34 @@ def read(pid: int, name: str) -> bytes:
 
 
 def clean_shared_memory(marker: str, started: float) -> None:
-    """Remove this run's files in /dev/shm: those named after it, and libraries' that nobody maps any more."""
-    used = mapped()
+    """Remove this run's files in /dev/shm: those named after it, and libraries' that nobody maps any more.
+
+    Nobody's is what was listed before the maps were read and is in them neither then nor a moment later: another run
+    may have made it just now, and be about to map it.
+    """
+    unnamed: dict[Path, int] = {}
     for path in SHARED_MEMORY.iterdir():
         try:
             stat = path.stat()
         except OSError:
             continue
-        unused = (
-            path.name.startswith(PREFIXES)
+        if path.is_file() and marker in path.name:
+            path.unlink(missing_ok=True)
+        elif (
+            path.is_file()
+            and path.name.startswith(PREFIXES)
             and stat.st_uid == os.getuid()
             and stat.st_ctime >= started
-            and stat.st_ino not in used
-        )
-        if (marker in path.name or unused) and path.is_file():
-            path.unlink(missing_ok=True)
+        ):
+            unnamed[path] = stat.st_ino
+    for pause in (0.0, SETTLED):
+        if not unnamed:
+            return
+        time.sleep(pause)
+        used = mapped()
+        unnamed = {path: inode for path, inode in unnamed.items() if inode not in used}
+    for path in unnamed:
+        path.unlink(missing_ok=True)
 
 
 def mapped() -> set[int]:

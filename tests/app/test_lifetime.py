@@ -95,6 +95,22 @@ def test_another_runs_weights_in_flight_are_not_removed(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["beam-weights-host-other-1-1.safetensors"]
 
 
+def test_a_semaphore_that_another_run_has_just_made_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked for in maps that were read before it was made, it seemed to be nobody's, and its owner lost it."""
+    monkeypatch.setattr(watchdog, "SHARED_MEMORY", tmp_path)
+    theirs, left = tmp_path / "sem.theirs", tmp_path / "sem.left"
+    theirs.touch()
+    left.touch()
+    inode = theirs.stat().st_ino
+    maps = iter([set(), {inode}])  # its maker maps it between the two looks
+    monkeypatch.setattr(watchdog, "mapped", lambda: next(maps))
+    watchdog.clean_shared_memory("mine", started=0.0)
+    assert theirs.exists()
+    assert not left.exists()
+
+
 def test_another_runs_processes_are_not_touched(tmp_path: Path) -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"], env=os.environ | {watchdog.VARIABLE: "another"}
