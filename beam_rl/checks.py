@@ -53,6 +53,10 @@ def settings(recipe: Recipe) -> None:
     supported(recipe)
     arithmetic(recipe)
     engine(recipe)
+    if recipe.beam.endpoints:
+        from beam_rl.publish import admin_token
+
+        admin_token(recipe.beam)
 
 
 def held_out_sampling(recipe: Recipe) -> Any:

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from beam_rl import eval_options, serve_options
 from beam_rl.model.errors import BadInput
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = parser().parse_args(arguments)
+    options = parsed(eval_options.join_words(sys.argv[1:] if arguments is None else arguments))
     try:
         return int(options.run(options))
     except BadInput as error:
@@ -22,6 +23,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("beam-rl: interrupted.", file=sys.stderr)
         return 1
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; `key=value` may also stand behind an option, where argparse expects none any more."""
+    root = parser()
+    options, rest = root.parse_known_args(arguments)
+    late = [item for item in rest if "=" in item and not item.startswith("-")]
+    if len(late) < len(rest) or not (late == [] or hasattr(options, "overrides")):
+        root.error(f"unrecognized arguments: {' '.join(rest)}")
+    if late:
+        options.overrides = [*options.overrides, *late]
+    return options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,6 +62,25 @@ def parser() -> argparse.ArgumentParser:
     score.add_argument("--out", required=True, type=Path, metavar="OUT.safetensors")
     score.set_defaults(run=score_command)
 
+    gap = commands.add_parser(
+        "gap",
+        help="the log-prob gap by precision, with R3 and without",
+        description="Measure |log p(trainer) - log p(rollout)| in every precision, on the same prompts.",
+    )
+    gap.add_argument(
+        "recipe", metavar="RECIPE", help="YAML file; its model (or --model), prompts and sampling are used"
+    )
+    gap.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for example beam.lora.r=16")
+    gap.add_argument("--model", type=Path, metavar="PATH", help="another checkpoint, for example RUN/export")
+    gap.add_argument("--adapter", type=Path, metavar="PATH", help="a PEFT adapter for the lora rows")
+    gap.add_argument(
+        "--precision", action="append", choices=("lora", "bf16", "mxfp8"), help="only this; may be repeated"
+    )
+    gap.add_argument("--prompts", type=int, default=64, metavar="N", help="prompts to sample one response for (64)")
+    gap.add_argument("--explain", action="store_true", help="say where the gap comes from")
+    gap.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    gap.set_defaults(run=gap_command)
+
     report = commands.add_parser("report", help="write a run's report.html", description="Write RUN/report.html.")
     report.add_argument("folder", metavar="RUN", type=Path)
     report.set_defaults(run=report_command)
@@ -59,6 +91,9 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("folder", metavar="RUN", type=Path)
     export.add_argument("--out", type=Path, help="folder to write; default RUN/export")
     export.set_defaults(run=export_command)
+
+    eval_options.add_commands(commands)
+    serve_options.add_commands(commands)
 
     doctor = commands.add_parser("doctor", help="check this machine", description="Check this machine.")
     doctor.set_defaults(run=doctor_command)
@@ -98,6 +133,28 @@ def score_command(options: argparse.Namespace) -> int:
 
     scoring.score(options.model, options.tokens, options.side, options.dtype, options.replay, options.out)
     return 0
+
+
+def gap_command(options: argparse.Namespace) -> int:
+    from beam_rl import checks, recipe
+
+    loaded = recipe.load(options.recipe, list(options.overrides))
+    checks.settings(loaded)
+    if options.prompts < 1:
+        raise BadInput(f"--prompts {options.prompts}: must be at least 1.")
+    if options.adapter is not None and not (options.adapter / "adapter_config.json").is_file():
+        raise BadInput(f"--adapter {options.adapter}: not a PEFT adapter (it has no adapter_config.json).")
+    from beam_rl import gap_command
+
+    return gap_command.run(
+        loaded,
+        model=options.model,
+        adapter=options.adapter,
+        precisions=options.precision,
+        prompts=options.prompts,
+        explain=options.explain,
+        as_json=options.json,
+    )
 
 
 def report_command(options: argparse.Namespace) -> int:

@@ -1,32 +1,54 @@
 """SkyRL's experiment with Beam's workers: what is started, in which order, and what is handed to whom."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
 from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator, TrajectoryOutput
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils import validate_cfg
 
-from beam_rl import environment
+from beam_rl import environment, precision, publish
 from beam_rl.model.errors import BadInput
 from beam_rl.problems import Problems
 from beam_rl.recipe import Recipe
+from beam_rl.rollout import manifest
+from beam_rl.rollout.manifest import Origin
+from beam_rl.rollouts import Fault, drop_inconsistent
 from beam_rl.servers import Servers
 from beam_rl.tracking import RunTracking
 from beam_rl.training import Advance, BeamTrainer, Observer
-from beam_rl.workers import PolicyWorker, RefWorker
+from beam_rl.workers import policy_worker, reference_worker
 
 REGISTRIES = (PolicyLossRegistry._actor_name, AdvantageEstimatorRegistry._actor_name)
 """Names of SkyRL's registry actors; see `registries`."""
 
 
 class CountingGenerator(SkyRLGymGenerator):
-    """SkyRL's generator, telling `on_response` of every response as it is finished and graded."""
+    """SkyRL's generator, telling `on_response` of every response as it is finished and graded.
+
+    Samples of a training batch that cannot be trained on are taken out of its loss: here, because SkyRL checks the
+    batch before it hands it on.
+    """
 
     on_response: Advance | None = None
+    route_shape: tuple[int, int] | None = None
+    """(layers, topk) of the routes that training replays; None without R3."""
+    dropped: Mapping[int, Fault] = MappingProxyType({})
+    """What was wrong with each sample of the last batch that is out of the loss, by index."""
+
+    async def generate(self, input_batch: GeneratorInput, *arguments: Any, **options: Any) -> GeneratorOutput:
+        output = await super().generate(input_batch, *arguments, **options)
+        metadata = input_batch.get("batch_metadata")
+        self.dropped = {}
+        if metadata is not None and metadata.training_phase == "train":
+            self.dropped = drop_inconsistent(output, self.route_shape)
+        return output
 
     async def agent_loop(self, *arguments: Any, **options: Any) -> TrajectoryOutput:
         output = await super().agent_loop(*arguments, **options)
@@ -72,13 +94,15 @@ class BeamExperiment(BasePPOExp):
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> CountingGenerator:
         environment.register()
-        return CountingGenerator(
+        generator = CountingGenerator(
             generator_cfg=cfg.generator,
             skyrl_gym_cfg=cfg.environment.skyrl_gym,
             inference_engine_client=inference_engine_client,
             tokenizer=tokenizer,
             policy_model_name=cfg.generator.inference_engine.served_model_name or cfg.trainer.policy.model.path,
         )
+        generator.route_shape = self.recipe.route_shape
+        return generator
 
     def _setup_trainer(self) -> RayPPOTrainer:
         """The policy starts first, beside the servers; the trainer gets client and generator when those answer."""
@@ -95,18 +119,30 @@ class BeamExperiment(BasePPOExp):
             generator=None,
         )
         self.trainer = trainer
-        trainer.build_models(PolicyWorker, None, RefWorker)
+        beam = self.recipe.beam
+        if beam.endpoints:
+            token = publish.admin_token(beam)
+            run_dir, note, every = self.recipe.run_dir, self.observer.note, beam.publish_every
+            trainer.publisher = publish.Publisher(beam.endpoints, token, run_dir, note, every=every)
+        arithmetic = precision.chosen(self.recipe)
+        trainer.build_models(policy_worker(arithmetic), None, reference_worker(arithmetic))
         client = self.servers.client(self.tokenizer)
         trainer.inference_engine_client = client
         trainer.dispatch.set_inference_engine_client(client)
         trainer.generator = self.get_generator(self.cfg, self.tokenizer, client)
         return trainer
 
+    def close(self) -> None:
+        """Let the last version reach the servers that the run publishes to."""
+        if self.trainer is not None and self.trainer.publisher is not None:
+            self.trainer.publisher.close()
+
     def export(self) -> Path:
         """Write the trained policy as a Hugging Face checkpoint; returns the folder."""
         assert self.trainer is not None
         folder = self.recipe.run_dir / "export"
-        self.trainer.dispatch.save_hf_model("policy", str(folder), self.tokenizer)
+        self.trainer.export(folder)
+        manifest.add_origin(folder, Origin(self.recipe.run_dir.resolve().name, self.trainer.global_step))
         return folder
 
 

@@ -112,7 +112,10 @@ def run(
                 module.check_config(config)  # not before Ray: it needs SkyRL's imports, beside which Ray starts
                 (recipe.run_dir / "summary.json").unlink(missing_ok=True)  # of a run that now goes on
                 experiment = module.BeamExperiment(recipe, config, tokenizer, problems, held_out, starting, observed)
-                experiment.run()
+                try:
+                    experiment.run()
+                finally:
+                    experiment.close()
                 observed.stopped = experiment.trainer.monitor.stop
                 observed.begin("export")
                 experiment.export()

@@ -140,6 +140,12 @@ class BeamSettings(Section):
     overlong: OverlongSettings | None = OverlongSettings()
     """None (`null`) trains without a length penalty."""
     sampling: SamplingSettings = SamplingSettings()
+    publish: list[str] | str = []
+    """Addresses of servers (`beam-rl serve`) that get the policy's new weights while it trains."""
+    publish_every: int = Field(default=1, gt=0)
+    """Training steps between two versions for those servers; while one is slow, versions in between are left out."""
+    publish_token_file: str | None = None
+    """File with their admin token. None (`null`) takes it from the environment variable BEAM_RL_ADMIN_TOKEN."""
     tiny: TinySettings | None = None
     """None (`null`) trains the checkpoint at `trainer.policy.model.path`."""
 
@@ -147,6 +153,11 @@ class BeamSettings(Section):
     def _budget_of_the_precision(self) -> Self:
         self.gap = self.gap.model_copy(update={"budget": self.gap_budget})
         return self
+
+    @property
+    def endpoints(self) -> list[str]:
+        """`publish`, as a list."""
+        return [self.publish] if isinstance(self.publish, str) else self.publish
 
     @property
     def gap_budget(self) -> float:

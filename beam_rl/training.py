@@ -18,6 +18,7 @@ from beam_rl import checkpoints, gap
 from beam_rl.dapo import DynamicSampling, Selection, overlong_penalty
 from beam_rl.evaluation import evaluate
 from beam_rl.problems import Problems, ProblemStream
+from beam_rl.publish import Publisher
 from beam_rl.recipe import Recipe
 from beam_rl.rollouts import RolloutStats, accuracies, indices_of, neutral, rewards, split_groups, whole_distribution
 from beam_rl.trainer.worker import WITHOUT_REPLAY
@@ -51,6 +52,8 @@ class BeamTrainer(RayPPOTrainer):
         self.observer = observer
         self.monitor = gap.GapMonitor(recipe.beam.gap, recipe.beam.gap_budget)
         self.stats = RolloutStats()
+        self.publisher: Publisher | None = None
+        """Takes every version to live servers, where the recipe names some."""
         self.selection: Selection | None = None
         self.sampling: DynamicSampling | None = None
         self.informative_share = 1.0
@@ -231,6 +234,8 @@ class BeamTrainer(RayPPOTrainer):
             fields["logs"].update({f"beam/{key}": value for key, value in record.items() if is_number(value)})
             self.observer.step(record)
             self.recorded = self.global_step
+            if self.publisher is not None:
+                self.publisher.step(self.global_step, self.export)
 
     def step_record(self, logs: dict[str, Any]) -> dict[str, Any]:
         """The "step" record of `metrics.jsonl`, from what SkyRL logged and what was counted here."""
@@ -265,6 +270,10 @@ class BeamTrainer(RayPPOTrainer):
         }
 
     # Checkpoints
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face checkpoint, with a manifest of its tensors."""
+        self.dispatch.save_hf_model("policy", str(folder), self.tokenizer)
 
     def save_checkpoints(self) -> str:
         """Begin to write the policy; the driver's state and the pointer to both follow when that is done.

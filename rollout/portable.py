@@ -21,12 +21,14 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from beam_rl.model import numerics
 from beam_rl.model.config import BeamConfig
+from beam_rl.rollout.mxfp8 import Mxfp8Config, settings_of
 
 Rotations = dict[float, tuple[Tensor, Tensor]]
 """Per rotary base: cosines and sines of this step's positions, shared by all layers."""
@@ -47,7 +49,14 @@ class BeamRMSNorm(nn.Module):
 class BeamAttention(nn.Module):
     """Grouped-query attention: per-head Q/K norm, RoPE or SSMax by layer type, gated output."""
 
-    def __init__(self, config: BeamConfig, layer: int, cache_config: CacheConfig | None, prefix: str) -> None:
+    def __init__(
+        self,
+        config: BeamConfig,
+        layer: int,
+        cache_config: CacheConfig | None,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
         super().__init__()
         tp = get_tensor_model_parallel_world_size()
         self.head_dim = config.head_dim
@@ -60,12 +69,14 @@ class BeamAttention(nn.Module):
             config.num_attention_heads,
             config.num_key_value_heads,
             bias=False,
+            quant_config=quant_config,
             prefix=f"{prefix}.qkv_proj",
         )
         self.gate_proj = ColumnParallelLinear(
             config.hidden_size,
             config.num_attention_heads * config.head_dim,
             bias=False,
+            quant_config=quant_config,
             prefix=f"{prefix}.gate_proj",
         )
         self.gate_bias = nn.Parameter(torch.zeros(self.heads), requires_grad=False)
@@ -74,6 +85,7 @@ class BeamAttention(nn.Module):
             config.num_attention_heads * config.head_dim,
             config.hidden_size,
             bias=False,
+            quant_config=quant_config,
             prefix=f"{prefix}.o_proj",
         )
         self.q_norm = BeamRMSNorm(config.head_dim, config.rms_norm_eps)
@@ -108,13 +120,21 @@ class BeamAttention(nn.Module):
 class BeamMLP(nn.Module):
     """SwiGLU of the dense layers."""
 
-    def __init__(self, config: BeamConfig, prefix: str) -> None:
+    def __init__(self, config: BeamConfig, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, [config.intermediate_size] * 2, bias=False, prefix=f"{prefix}.gate_up_proj"
+            config.hidden_size,
+            [config.intermediate_size] * 2,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.gate_up_proj",
         )
         self.down_proj = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, bias=False, prefix=f"{prefix}.down_proj"
+            config.intermediate_size,
+            config.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.down_proj",
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,9 +157,9 @@ class BeamRouter(nn.Module):
 
 
 class BeamMoE(nn.Module):
-    """Routed experts on vLLM's fused kernel, which also feeds routed-expert capture; the routing itself is Beam's."""
+    """Routed experts on vLLM's layer, which also feeds routed-expert capture; the routing itself is Beam's."""
 
-    def __init__(self, config: BeamConfig, prefix: str) -> None:
+    def __init__(self, config: BeamConfig, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         self.config = config
         self.gate = BeamRouter(config)
@@ -152,6 +172,7 @@ class BeamMoE(nn.Module):
             scoring_func="sigmoid",
             custom_routing_function=self.route,
             router_logits_dtype=torch.float32,
+            quant_config=quant_config,
             prefix=f"{prefix}.experts",
         )
 
@@ -176,13 +197,20 @@ class BeamMoE(nn.Module):
 class BeamDecoderLayer(nn.Module):
     """Attention and MLP, each between two norms, joined to the residual by depth-scaled addition."""
 
-    def __init__(self, config: BeamConfig, layer: int, cache_config: CacheConfig | None, prefix: str) -> None:
+    def __init__(
+        self,
+        config: BeamConfig,
+        layer: int,
+        cache_config: CacheConfig | None,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
         super().__init__()
         self.layer = layer
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = BeamAttention(config, layer, cache_config, f"{prefix}.self_attn")
-        sparse = layer in config.sparse_layers
-        self.mlp = BeamMoE(config, f"{prefix}.mlp") if sparse else BeamMLP(config, f"{prefix}.mlp")
+        self.self_attn = BeamAttention(config, layer, cache_config, quant_config, f"{prefix}.self_attn")
+        mlp = BeamMoE if layer in config.sparse_layers else BeamMLP
+        self.mlp = mlp(config, quant_config, f"{prefix}.mlp")
         self.input_layernorm = BeamRMSNorm(hidden, eps)
         self.post_attention_layernorm = BeamRMSNorm(hidden, eps)
         self.pre_feedforward_layernorm = BeamRMSNorm(hidden, eps)
@@ -199,13 +227,19 @@ class BeamDecoderLayer(nn.Module):
 class BeamModel(nn.Module):
     """Embedding, decoder layers, final norm."""
 
-    def __init__(self, config: BeamConfig, cache_config: CacheConfig | None, prefix: str) -> None:
+    def __init__(
+        self,
+        config: BeamConfig,
+        cache_config: CacheConfig | None,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
         )
         self.layers = nn.ModuleList(
-            BeamDecoderLayer(config, layer, cache_config, f"{prefix}.layers.{layer}")
+            BeamDecoderLayer(config, layer, cache_config, quant_config, f"{prefix}.layers.{layer}")
             for layer in range(config.num_hidden_layers)
         )
         self.norm = BeamRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -246,7 +280,12 @@ class BeamForCausalLM(nn.Module):
         super().__init__()
         config = cast(BeamConfig, vllm_config.model_config.hf_config)
         self.config = config
-        self.model = BeamModel(config, vllm_config.cache_config, maybe_prefix(prefix, "model"))
+        quant_config = None
+        if (settings := settings_of(vllm_config)) is not None:
+            ranks = get_tensor_model_parallel_world_size()
+            settings.check(config, tp=ranks, etp=ranks)
+            quant_config = Mxfp8Config(settings)
+        self.model = BeamModel(config, vllm_config.cache_config, quant_config, maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(config.vocab_size)
 

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from beam_rl.model.errors import BadInput
+from beam_rl.model.mxfp8_config import Mxfp8Settings
 from beam_rl.rollout.transfer import BACKEND
 
 Device = Literal["cpu", "gpu"]
 _PLACE = "generator.inference_engine"
+MXFP8_KEY = "beam_mxfp8"
+"""Key of the MXFP8 settings in vLLM's `additional_config`, through which they reach every process of an engine."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,24 @@ CPU_ENVIRONMENT = {
 """Environment of a process that builds a CPU engine, set before vLLM is imported."""
 
 
-def engine_init_kwargs(device: Device) -> dict[str, Any]:
-    """The `generator.inference_engine.engine_init_kwargs` that SkyRL hands to vLLM."""
+def engine_init_kwargs(device: Device, mxfp8: Mxfp8Settings | None = None) -> dict[str, Any]:
+    """The `generator.inference_engine.engine_init_kwargs` that SkyRL hands to vLLM.
+
+    Args:
+        mxfp8: run the projections in MXFP8, as the trainer does.
+
+    Raises:
+        BadInput: MXFP8 on a GPU.
+    """
     args = PROFILES[device].engine_args()
+    if mxfp8 is not None:
+        if device == "gpu":
+            raise BadInput(
+                "MXFP8 rollouts on a GPU are not done yet: where there are no MX units vLLM quantises the weights only "
+                "(Marlin, W8A16), and nobody has shown that its MXFP8 is the trainer's where there are. Log-probs "
+                "would be of another model than the one trained. Train in bf16."
+            )
+        args["additional_config"] = {MXFP8_KEY: mxfp8.to_dict()}
     # SkyRL turns sleep on where trainer and rollout share devices; vLLM's CPU platform has none.
     return args | {"enable_sleep_mode": False} if device == "cpu" else args
 

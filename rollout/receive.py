@@ -1,5 +1,8 @@
 """Weight transfer through a file in shared memory: the engine's half, which runs inside vLLM's workers.
 
+Under MXFP8 the file holds the quantised weights as E4M3 data and E8M0 scales, about half of bfloat16's bytes. They are
+dequantised here, exactly, and vLLM loads them as it would a checkpoint's.
+
 Two faults of vLLM 0.32 are mended here. On the CPU a second load leaves expert weights unpacked while the kernel reads
 them as packed, unless the kernel is dropped first. And a failed update leaves the model's parameters without data:
 so the file is checked before the model is touched, and refusing it leaves the engine as it was.
@@ -16,8 +19,14 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from beam_rl.model import mxfp8
 from beam_rl.model.config import BeamConfig
+from beam_rl.model.mxfp8_config import BLOCK, Mxfp8Settings
 from beam_rl.model.tensors import hf_tensors
+from beam_rl.rollout.mxfp8 import settings_of
+
+PLAIN = ("BF16", "F32")
+"""Types, by safetensors' names, of tensors that are not quantised."""
 
 
 @dataclass
@@ -50,16 +59,16 @@ class ShmReceiver(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Check the file, then load all of it.
 
         Raises:
-            ValueError: tensors are missing, unknown or of another shape; names them. The model is untouched.
+            ValueError: tensors are missing, unknown, or of another shape or type; names them. The model is untouched.
         """
         with safe_open(update_info.path, "pt") as file:
-            _check(file, hf_tensors(cast(BeamConfig, self.model_config.hf_config)))
+            _check(file, expected_tensors(cast(BeamConfig, self.model_config.hf_config), settings_of(self.vllm_config)))
             if self.device.type == "cpu":
                 drop_expert_kernels(self.model)
             with torch.device(self.device):
                 initialize_layerwise_reload(self.model)
                 load: Any = self.model.load_weights
-                loaded: set[str] = load(_tensors(file))
+                loaded: set[str] = load(_tensors(file, cast(torch.dtype, self.model_config.dtype)))
                 finalize_layerwise_reload(self.model, self.model_config)
         left_out = {name for name, _ in self.model.named_parameters()} - loaded
         if left_out:
@@ -80,10 +89,31 @@ def drop_expert_kernels(model: nn.Module) -> None:
             method.moe_kernel = None
 
 
-def _check(file: Any, expected: dict[str, tuple[int, ...]]) -> None:
+Expected = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+"""Shape and possible types of tensors, by name."""
+
+
+def expected_tensors(config: BeamConfig, settings: Mxfp8Settings | None) -> Expected:
+    """Shape and possible types, by safetensors' names, of every tensor that a transfer brings."""
+    expected: Expected = {}
+    for name, shape in hf_tensors(config).items():
+        if settings is not None and settings.covers(name):
+            expected[name] = (tuple(shape), ("F8_E4M3",))
+            expected[name + mxfp8.SCALE_SUFFIX] = ((*shape[:-1], -(-shape[-1] // BLOCK)), ("F8_E8M0",))
+        else:
+            expected[name] = (tuple(shape), PLAIN)
+    return expected
+
+
+def _check(file: Any, expected: Expected) -> None:
     names = set(file.keys())
-    wrong = {n for n in names & expected.keys() if tuple(file.get_slice(n).get_shape()) != tuple(expected[n])}
-    faults = {"missing": expected.keys() - names, "unknown": names - expected.keys(), "wrongly shaped": wrong}
+    known = {name: file.get_slice(name) for name in names & expected.keys()}
+    faults = {
+        "missing": expected.keys() - names,
+        "unknown": names - expected.keys(),
+        "wrongly shaped": {name for name, found in known.items() if tuple(found.get_shape()) != expected[name][0]},
+        "of another type": {name for name, found in known.items() if found.get_dtype() not in expected[name][1]},
+    }
     found = [f"{kind}: {_listed(which)}" for kind, which in faults.items() if which]
     if found:
         raise ValueError(f"weight update refused; {'; '.join(found)}")
@@ -94,6 +124,11 @@ def _listed(names: set[str], most: int = 5) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def _tensors(file: Any) -> Iterator[tuple[str, Tensor]]:
-    for name in file.keys():  # noqa: SIM118  (not a dict)
-        yield name, file.get_tensor(name)
+def _tensors(file: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    names = set(file.keys())
+    for name in sorted(names):
+        scale = name + mxfp8.SCALE_SUFFIX
+        if scale in names:
+            yield name, mxfp8.dequantize(file.get_tensor(name), file.get_tensor(scale), dtype)
+        elif not name.endswith(mxfp8.SCALE_SUFFIX):
+            yield name, file.get_tensor(name)

@@ -1,6 +1,5 @@
 """Scores of given tokens under a checkpoint, by an offline vLLM engine."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +11,8 @@ from torch import Tensor
 from beam_rl.model.checkpoint import open_checkpoint
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
-from beam_rl.rollout.profile import CPU_ENVIRONMENT, PROFILES
+from beam_rl.rollout.offline import offline_engine
 
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 PROGRESS_FROM = 64
 """Sequences from which a progress bar is worth showing."""
 
@@ -43,29 +41,14 @@ def score(
     config, _ = open_checkpoint(model)
     _check_tokens(input_ids, config)
     batch, length = input_ids.shape
-    device: Literal["cpu", "gpu"] = "gpu" if torch.cuda.is_available() else "cpu"
-    for name, value in (QUIET | (CPU_ENVIRONMENT if device == "cpu" else {})).items():
-        os.environ.setdefault(name, value)
-
-    from vllm import LLM, SamplingParams
-
-    engine = LLM(
-        str(model),
-        dtype=dtype,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        use_tqdm_on_load=False,
-        max_model_len=length + 1,
-        max_num_batched_tokens=max(2048, length + 1),
-        enable_return_routed_experts=bool(config.sparse_layers),
-        **PROFILES[device].engine_args(),
-    )
-    # The one generated token is not looked at: with it comes the route of the last prompt token.
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     rows: list[list[int]] = input_ids.tolist()
     prompts: Any = [{"prompt_token_ids": row} for row in rows]
-    outputs: list[Any] = engine.generate(prompts, sampling, use_tqdm=batch >= PROGRESS_FROM)
-    engine.llm_engine.engine_core.shutdown()
+    with offline_engine(model, dtype, length + 1, capture=bool(config.sparse_layers)) as engine:
+        from vllm import SamplingParams
+
+        # The one generated token is not looked at: with it comes the route of the last prompt token.
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        outputs: list[Any] = engine.generate(prompts, sampling, use_tqdm=batch >= PROGRESS_FROM)
     logprobs = [
         [position[token].logprob for position, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)]
         for output, row in zip(outputs, rows, strict=True)

@@ -49,6 +49,7 @@ __all__ = [
     "TrainerEngine",
 ]
 
+
 class TrainerEngine:
     """A Beam, its optimizer and its schedule, on this rank of the layout."""
 
@@ -148,9 +149,7 @@ class TrainerEngine:
             routes=unpack(outputs.gather_routes(batches, self.hf), batches, len(sequences)) if routes else None,
         )
 
-    def forward_logprobs(
-        self, sequences: Seq[Sequence], *, replay: bool = True, masked: bool = False
-    ) -> list[Tensor]:
+    def forward_logprobs(self, sequences: Seq[Sequence], *, replay: bool = True, masked: bool = False) -> list[Tensor]:
         """Log-probabilities of the samples' tokens, float32 [n - 1] a sample; see `score`."""
         return self.score(sequences, replay=replay, masked=masked).logprobs
 
@@ -222,6 +221,7 @@ class TrainerEngine:
 
         Returns the outputs on the last pipeline stage, and nothing on the others.
         """
+
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
             with cpu.without_mode():

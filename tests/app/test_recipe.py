@@ -121,6 +121,9 @@ MISTAKES = [
     (["environment.env_class=beam_maths"], r"env_class='beam_maths'.*beam_math"),
     (["data.train_data=null"], r"data\.train_data"),
     (["beam.tiny={}"], r"beam\.tiny"),
+    (["beam.publish=http://127.0.0.1:8000"], r"beam\.publish: .*BEAM_RL_ADMIN_TOKEN"),
+    (["beam.publish=nowhere", "beam.publish_token_file={token}"], r"beam\.publish: .*nowhere"),
+    (["beam.publish_every=0"], r"beam\.publish_every"),
     (["beam.lora.rank=8"], r"unknown key beam\.lora\.rank.*beam\.lora\.r"),
     (["beam.precision=lora", "beam.lora.r=0"], r"beam\.lora\.r is 0"),
     (["beam.precision=lora", "beam.lora.target_modules=[gate]"], r"beam\.lora\.target_modules.*router"),
@@ -131,8 +134,17 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("overrides", "message"), MISTAKES, ids=[item[0] for item, _ in MISTAKES])
 def test_a_mistake_is_named_with_exit_code_2(
-    overrides: list[str], message: str, content: dict[str, Any], write: Any, capsys: pytest.CaptureFixture[str]
+    overrides: list[str],
+    message: str,
+    content: dict[str, Any],
+    write: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    token = tmp_path / "token"
+    token.write_text("a token of the servers".replace(" ", "-"))
+    token.chmod(0o600)
+    overrides = [item.replace("{token}", str(token)) for item in overrides]
     assert main(["train", str(write(content)), *overrides, "--dry-run"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -134,7 +134,7 @@ def test_a_run_in_another_precision_trains_what_it_says(
 ) -> None:
     content["trainer"] |= {"max_training_steps": 2, "ckpt_interval": 2}
     content["trainer"]["algorithm"] = {"dynamic_sampling": {"type": None}}
-    content["trainer"]["policy"]["optimizer_config"]["lr"] = 1e-2
+    content["trainer"]["policy"]["optimizer_config"]["lr"] = 1e-3
     content["beam"] |= {"precision": precision, "lora": {"target_modules": ["q_proj", "experts.down_proj"]}}
     folder, log = tmp_path / "run", tmp_path / "log"
     assert run([str(write(content))], log).wait(timeout=10 * MINUTES) == 0, log.read_text()[-3000:]

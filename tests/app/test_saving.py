@@ -57,6 +57,7 @@ def trainer(content: dict[str, Any], write: Any, monkeypatch: pytest.MonkeyPatch
     bare.dispatch = Saves()
     bare.informative_share = 1.0
     bare.recorded, bare.published, bare.unpublished = 0, 0, None
+    bare.publisher = None
     bare.global_step = 1
     monkeypatch.setattr(bare, "step_record", lambda logs: {"step": bare.global_step})
     monkeypatch.setattr(RayPPOTrainer, "_fire", lambda self, event, **fields: None)

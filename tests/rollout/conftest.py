@@ -17,7 +17,8 @@ from torch import Tensor
 
 from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.config import load_config
-from beam_rl.rollout.profile import CPU_ENVIRONMENT, PROFILES
+from beam_rl.model.mxfp8_config import Mxfp8Settings
+from beam_rl.rollout.profile import CPU_ENVIRONMENT, engine_init_kwargs
 from beam_rl.rollout.score import score
 
 os.environ.update(CPU_ENVIRONMENT)  # before any test imports vLLM
@@ -29,10 +30,11 @@ Golden = Callable[[str], Path]
 class Engine:
     """An offline engine, with what the tests ask of it; also the control plane that weight transfer talks to."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, mxfp8: Mxfp8Settings | None = None) -> None:
         from vllm import LLM
 
-        arguments = PROFILES["cpu"].engine_args() | {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 16}
+        small = {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 16}
+        arguments = engine_init_kwargs("cpu", mxfp8) | small
         self.llm: Any = LLM(
             str(model),
             dtype="float32",
@@ -106,6 +108,12 @@ def sampled(completion: Any) -> list[tuple[int, float]]:
         (token, position[token].logprob)
         for token, position in zip(completion.token_ids, completion.logprobs, strict=True)
     ]
+
+
+@pytest.fixture(scope="session")
+def start() -> type[Engine]:
+    """Starts an engine; for modules that need another one than `engine`."""
+    return Engine
 
 
 @pytest.fixture(scope="module")

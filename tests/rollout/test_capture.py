@@ -45,17 +45,28 @@ def test_prefix_cache_hits_bring_their_routes(
         assert np.array_equal(chosen(output.outputs[0].routed_experts), expected(reference("tiny"), row, 96))
 
 
-def test_routes_follow_samples_of_one_prompt_and_preempted_requests(engine: Any, prompts: list[list[int]]) -> None:
+def test_preempted_requests_keep_their_routes_and_logprobs(engine: Any, prompts: list[list[int]]) -> None:
+    """A preempted request is computed again from its start; the tokens scored once more, undisturbed, say the same.
+
+    Log-probs are of the tokens as they were sampled, before and after a preemption; four samples share a prompt.
+    """
     before = engine.preemptions()
     outputs = engine.generate([p[:40] for p in prompts], tokens=60, n=4, temperature=1.0)
     assert engine.preemptions() > before, "the KV cache was to be too small for this test"
     completions = [(output.prompt_token_ids, c) for output in outputs for c in output.outputs]
     sequences = [[*prompt, *c.token_ids] for prompt, c in completions]
     assert len({tuple(s) for s in sequences}) == 8
-    for sequence, (_, completion) in zip(sequences, completions, strict=True):
+    for sequence, (prompt, completion) in zip(sequences, completions, strict=True):
+        assert len(completion.token_ids) == len(completion.logprobs) == 60
+        assert len(completion.routed_experts) == len(prompt) + 59, "one row a token, the last excepted"
         engine.reset_prefix_cache()
+        before = engine.preemptions()
         (prefilled,) = engine.generate([sequence[:-1]], tokens=1)
         assert np.array_equal(chosen(completion.routed_experts), chosen(prefilled.outputs[0].routed_experts))
+        again = engine.prompt_logprobs([sequence])[0, len(prompt) - 1 :]
+        assert engine.preemptions() == before
+        found = [at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+        np.testing.assert_allclose(found, again.numpy(), atol=2e-5)
 
 
 def engine_config(golden: Callable[[str], Path], **arguments: Any) -> Any:

@@ -1,0 +1,43 @@
+"""Does the engine run the model that these weights are? A fixed prompt's log-probs say so."""
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+FIRST = -(2**31)
+"""The probe's priority: it goes before every waiting request, so that it measures at once."""
+TOLERANCE = {"float32": 2e-5, "bfloat16": 0.05}
+"""Largest mean difference of log-probs, by the engine's dtype. In bfloat16 two implementations differ by rounding, and
+a flipped expert moves a token by more; wrong weights differ by one and more."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A comparison."""
+
+    mean: float
+    max: float
+    tolerance: float
+    against: str
+    """Whose numbers were expected."""
+
+    @property
+    def fits(self) -> bool:
+        return self.mean <= self.tolerance  # false for NaN
+
+
+async def measure(engine: Any, tokens: list[int]) -> list[float]:
+    """Log-probs of the tokens after the first, by a running engine."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    prompt = {"prompt_token_ids": tokens}
+    request = engine.generate(prompt, sampling, f"beam-probe-{secrets.token_hex(8)}", priority=FIRST)
+    final = [output async for output in request][-1]
+    return [at[token].logprob for at, token in zip(final.prompt_logprobs[1:], tokens[1:], strict=True)]
+
+
+def compare(found: list[float], expected: list[float], tolerance: float, against: str) -> Probe:
+    """Measured log-probs against those expected."""
+    apart = [abs(one - other) for one, other in zip(found, expected, strict=True)]
+    return Probe(sum(apart) / len(apart), max(apart), tolerance, against)
