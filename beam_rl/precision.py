@@ -1,7 +1,7 @@
 """`beam.precision`, as the trainer and the rollout take it."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from beam_rl.trainer.precision import Precision
 
@@ -40,6 +40,6 @@ def single_engine(recipe: "Recipe", name: str) -> "EngineConfig":
 
 def engine_arguments(recipe: "Recipe", name: str) -> dict[str, Any]:
     """vLLM's arguments that a rollout in a precision needs, on the recipe's device."""
-    from beam_rl.rollout.profile import Device, engine_init_kwargs
+    from beam_rl.rollout.profile import engine_init_kwargs
 
-    return engine_init_kwargs(cast(Device, recipe.beam.device), named(recipe, name).mxfp8)
+    return engine_init_kwargs(recipe.beam.device, named(recipe, name).mxfp8)

@@ -51,7 +51,11 @@ class BeamModel(GPTModel):
             rows: int64 [rows], without repetitions: positions whose predictions are wanted.
             targets: int64 [rows]: the tokens predicted there. Entropies, in nats, have no gradient.
         """
-        score = None if rows is None else partial(self._scores, rows, targets, temperature)
+        score = None
+        if rows is not None:
+            if targets is None:
+                raise TypeError("rows without targets: there is nothing to score")
+            score = partial(self._scores, rows, targets, temperature)
         return super().forward(
             input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params, output_processor=score
         )
