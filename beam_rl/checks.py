@@ -236,6 +236,8 @@ def inputs(recipe: Recipe, report: Callable[[str], None] = print) -> tuple[Any, 
     """
     assert recipe.model_path is not None
     config = model(recipe.model_path)
+    if recipe.beam.r3 and not config.sparse_layers:
+        raise BadInput("beam.r3=true: the model has no experts, so there are no routes to replay. Set beam.r3=false.")
     fits(recipe, config)
     tokenizer = load_tokenizer(recipe.model_path, config.vocab_size)
     room = config.max_position_embeddings - recipe.trainer.max_prompt_length

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from beam_rl import checks, problems, recipe
+from beam_rl import checks, problems, recipe, tiny
+from beam_rl.model.checkpoint import save_hf
+from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
+from beam_rl.model.tensors import initial_tensors
 
 
 @pytest.fixture
@@ -142,3 +146,16 @@ def test_a_budget_beyond_the_models_positions_is_refused(content: dict[str, Any]
         check(content, write, "generator.sampling_params.max_generate_length=500")
     with pytest.raises(BadInput, match=r"eval_sampling_params\.max_generate_length=500"):
         check(content, write, "generator.eval_sampling_params.max_generate_length=500")
+
+
+def test_r3_is_refused_for_a_model_without_experts(content: dict[str, Any], write: Any, tmp_path: Path) -> None:
+    """The rollout engine would fail on it only after it has loaded everything."""
+    config = BeamConfig(
+        **tiny.ARCHITECTURE | {"mlp_layer_types": ["dense"] * 6}, architectures=["BeamForCausalLM"], dtype="bfloat16"
+    )
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    save_hf(tmp_path / "dense", config, initial_tensors(config, 1, torch.bfloat16), copy_from=tmp_path / "tokenizer")
+    content["trainer"]["policy"]["model"]["path"] = str(tmp_path / "dense")
+    with pytest.raises(BadInput, match=r"beam\.r3=true"):
+        checks.inputs(recipe.load(write(content)))
+    checks.inputs(recipe.load(write(content), ["beam.r3=false"]))

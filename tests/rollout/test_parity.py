@@ -5,14 +5,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from beam_rl import apart
 from beam_rl.model.errors import BadInput
 from beam_rl.rollout.score import score
+from beam_rl.trainer.responses import score_responses
+from beam_rl.trainer.settings import EngineConfig
 
 TOLERANCE = 2e-5
 
@@ -81,3 +86,27 @@ def test_bad_input_is_refused_before_an_engine_starts(golden: Golden, tmp_path: 
         score(golden("tiny"), torch.ones(1, 4096, dtype=torch.int64))
     with pytest.raises(BadInput, match=r"config\.json"):
         score(tmp_path, ids)
+
+
+def test_sampled_logprobs_are_the_trainers_at_every_temperature(
+    engine: Any, golden: Callable[[str], Path], prompts: list[list[int]]
+) -> None:
+    """Raw log-probs would be those of temperature 1, and the first token's ratio to the trainer's about 2."""
+    starts = [prompt[:20] for prompt in prompts]
+    for temperature in (0.6, 1.0, 1.2):
+        engine.reset_prefix_cache()
+        outputs = engine.generate(starts, tokens=12, temperature=temperature)
+        picked = [
+            [position[token].logprob for token, position in zip(sample.token_ids, sample.logprobs, strict=True)]
+            for sample in (output.outputs[0] for output in outputs)
+        ]
+        scored = apart.call(
+            score_responses,
+            golden("tiny"),
+            [np.array([*o.prompt_token_ids, *o.outputs[0].token_ids]) for o in outputs],
+            [len(start) for start in starts],
+            [None] * len(starts),
+            EngineConfig(dtype="float32", temperature=temperature),
+        )
+        for ours, theirs in zip(scored, picked, strict=True):
+            assert np.abs(ours.free - np.array(theirs)).max() < TOLERANCE
