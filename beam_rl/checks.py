@@ -139,7 +139,12 @@ def supported(recipe: Recipe) -> None:
             ("grpo", "rloo", "maxrl", "reinforce++"),
         ),
         "trainer.algorithm.off_policy_correction.tis_ratio_type": (correction.tis_ratio_type, (None, "token")),
+        # Verdicts over whole sequences, which the trainer does not see apart once they are packed.
         "trainer.algorithm.off_policy_correction.sequence_mask_metric": (correction.sequence_mask_metric, (None,)),
+        **{
+            f"trainer.algorithm.off_policy_correction.{name}": (getattr(correction, name), (None,))
+            for name in ("outlier_token_is_threshold_low", "outlier_token_is_threshold_high")
+        },
         "trainer.policy.optimizer_config.scheduler": (
             trainer.policy.optimizer_config.scheduler,
             ("constant", "constant_with_warmup", "linear", "cosine"),
@@ -192,6 +197,10 @@ def arithmetic(recipe: Recipe) -> None:
         chosen = precision.chosen(recipe)
     except BadInput as error:
         raise BadInput(f"beam.{error}") from error
+    try:
+        precision.engine_arguments(recipe, recipe.beam.precision)
+    except BadInput as error:
+        raise BadInput(f"beam.precision={recipe.beam.precision}: {error}") from error
     if recipe.beam.tiny is not None and (chosen.lora or chosen.mxfp8):
         from beam_rl.tiny import architecture
 

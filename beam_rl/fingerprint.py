@@ -27,7 +27,7 @@ def of_engine(engine: "TrainerEngine") -> Fingerprint:
 
     tokens = manifest.probe_tokens(engine.hf.vocab_size)
     sample = Sequence(tokens=torch.tensor(tokens), loss_mask=torch.ones(len(tokens) - 1))
-    return Fingerprint(tokens, engine.score([sample], replay=False).logprobs[0].tolist(), "trainer")
+    return Fingerprint(tokens, engine.score([sample], replay=False, temperature=1.0).logprobs[0].tolist(), "trainer")
 
 
 def write_manifest(folder: Path, engine: "TrainerEngine", origin: Origin | None = None) -> None:

@@ -83,7 +83,8 @@ def measure(
                     tokens=recipe.generator.sampling_params.max_generate_length,
                     temperature=recipe.generator.sampling_params.temperature,
                     hidden=EXPLAINED if explain else 0,
-                    arguments=engine_arguments(recipe, precision),
+                    arguments=engine_arguments(recipe, precision)
+                    | recipe.generator.inference_engine.engine_init_kwargs,
                 )
             with console.phase(f"{precision}: trainer"):
                 scored = apart.call(
@@ -96,7 +97,8 @@ def measure(
                     adapter=chosen,
                     hidden=EXPLAINED if explain else 0,
                 )
-            rows += compare(precision, samples, scored, BUDGETS[precision])
+            budget = recipe.beam.gap_budget if precision == recipe.beam.precision else BUDGETS[precision]
+            rows += compare(precision, samples, scored, budget)
             if explain:
                 explained[precision] = explanation(samples, scored, config.dtype)
     return gap_report.as_json(rows, notes, explained)

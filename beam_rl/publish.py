@@ -1,8 +1,8 @@
 """A training run's versions go into live servers as they are made (`beam.publish`).
 
-Training only writes the checkpoint. A thread of its own exchanges the weights, and whatever happens to a server there,
-training hears of it as a note: it never waits for a server, and never ends because of one. While a server is slow,
-versions in between are left out: the newest that was written goes next.
+Training itself writes the checkpoint, with digests and a fingerprint, between two steps. A thread of its own exchanges
+the weights, and whatever happens to a server there, training hears of it as a note: it never waits for a server, and
+never ends because of one. While a server is slow, versions in between are left out: the newest goes next.
 """
 
 import shutil
@@ -77,13 +77,13 @@ class Publisher:
         self._thread.start()
 
     def step(self, step: int, export: Callable[[Path], None]) -> None:
-        """After a training step: write its checkpoint and leave the rest to the thread. Never raises, never waits.
+        """After a training step: write its checkpoint and leave the rest to the thread. Never raises.
 
         Args:
             step: the training step that was done.
             export: writes the current weights as a checkpoint with a manifest to a folder.
         """
-        if step % self.every or self._next is not None:
+        if step % self.every:
             return
         folder = self.run_dir / "publish" / f"step-{step}"
         try:
@@ -95,8 +95,10 @@ class Publisher:
             shutil.rmtree(folder, ignore_errors=True)
             return
         with self._changed:
-            self._next = (step, folder)
+            overtaken, self._next = self._next, (step, folder)
             self._changed.notify()
+        if overtaken is not None:
+            shutil.rmtree(overtaken[1], ignore_errors=True)
 
     def close(self, seconds: float = 60.0) -> None:
         """Finish what was written, waiting at most so long."""

@@ -241,7 +241,8 @@ def complete_aborted(
 def neutral(values: Sequence[float], uids: Sequence[str], dropped: Mapping[int, Fault]) -> list[float]:
     """Values of samples with a dropped one's replaced by the mean of the others in its group, or 0 if there are none.
 
-    So a dropped sample moves neither its group's mean nor the spread by which the group counts as informative.
+    So a dropped sample moves neither its group's mean nor the range by which the group counts as informative. It does
+    narrow the group's standard deviation: of n members, k of them kept, by sqrt((k - 1) / (n - 1)).
     """
     kept: dict[str, list[float]] = defaultdict(list)
     for index, (uid, value) in enumerate(zip(uids, values, strict=True)):

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,6 +85,10 @@ class BeamTrainer(RayPPOTrainer):
         """SkyRL's loop; its HTTP sessions end with the event loop that they belong to."""
         try:
             await super().train()
+        except BaseException:
+            with suppress(Exception):  # what ended training is the news
+                self.publish_checkpoint()
+            raise
         finally:
             await self.inference_engine_client.aclose()
 
@@ -172,6 +176,7 @@ class BeamTrainer(RayPPOTrainer):
 
     def fwd_logprobs_values_reward(self, training_input: TrainingInputBatch) -> TrainingInputBatch:
         """SkyRL's old log-probs, and the gap to the rollout's."""
+        self.publish_checkpoint()  # of the step before, written while this one generated
         training_input = super().fwd_logprobs_values_reward(training_input)
         ours, theirs = training_input["action_log_probs"], training_input["rollout_logprobs"]
         mask = training_input["loss_mask"].numpy()
@@ -228,7 +233,7 @@ class BeamTrainer(RayPPOTrainer):
         if event_name == "on_train_end":
             self.publish_checkpoint()
         if event_name == "on_log" and "trainer/global_step" in fields["logs"]:
-            self.publish_checkpoint()  # of the step before, written while this one ran
+            self.publish_checkpoint()  # of the step before, if this one had no forward pass
             record = self.step_record(fields["logs"])
             self.stats, self.selection = RolloutStats(), None
             fields["logs"].update({f"beam/{key}": value for key, value in record.items() if is_number(value)})

@@ -124,6 +124,7 @@ class TrainerEngine:
         masked: bool = False,
         entropy: bool = False,
         routes: bool = False,
+        temperature: float | None = None,
     ) -> Scores:
         """A forward pass over the samples; every rank of this data-parallel replica gets the results.
 
@@ -132,12 +133,13 @@ class TrainerEngine:
             masked: compute log-probabilities only where the loss mask is not 0, and give 0 elsewhere.
             entropy: also compute entropies.
             routes: also record the experts used.
+            temperature: of the softmax; default the configuration's.
 
         Raises:
             RoutesError: `replay`, and a sample's routes are missing or invalid.
         """
         batches = self._batches(sequences, replay, masked=masked, record=routes)
-        results = self._run(batches, lambda batch, scores: scores)
+        results = self._run(batches, lambda batch, scores: scores, temperature=temperature)
         values = outputs.gather(batches, results)  # [micro batches][2, T]
 
         def per_sample(row: int) -> list[Tensor]:
@@ -216,6 +218,7 @@ class TrainerEngine:
         finish: Callable[[MicroBatch, Tensor], Any],
         *,
         backward: bool = False,
+        temperature: float | None = None,
     ) -> list[Any]:
         """Megatron's schedule over micro batches; `finish` turns the last stage's scores [2, K] into outputs.
 
@@ -230,7 +233,7 @@ class TrainerEngine:
                     packed_seq_params=batch.batch,
                     rows=batch.rows,
                     targets=batch.targets,
-                    temperature=self.config.temperature,
+                    temperature=temperature or self.config.temperature,
                 )
             return output, partial(finish_step, batch)
 

@@ -7,6 +7,7 @@ first used, in the worker's own process: the driver would spend seconds on modul
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -165,6 +166,9 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
         All inputs float32 [K]. Returns sums over the tokens.
         """
         algorithm = self.cfg.algorithm
+        if len(logprobs) == 0:  # padding that keeps ranks in step: SkyRL's losses look for the largest of no values
+            nothing = ("policy_loss", "entropy", "clipped", *(["kl"] if algorithm.use_kl_loss else []))
+            return logprobs.sum(), dict.fromkeys(nothing, 0.0)
         rollout = fields.get("rollout_logprobs")
         policy_loss, metrics = self.policy_loss_fn(
             logprobs[None],
@@ -178,7 +182,7 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
         sums: dict[str, Tensor | float] = {
             "policy_loss": policy_loss.detach(),
             "entropy": entropy.sum(),
-            "clipped": metrics["clip_ratio"] * len(logprobs) if len(logprobs) else 0.0,
+            "clipped": metrics["clip_ratio"] * len(logprobs),
         }
         loss = policy_loss
         if algorithm.use_kl_loss:
@@ -236,7 +240,11 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
         """
         from beam_rl.model.checkpoint import save_hf
 
-        save_hf(Path(export_dir), self.hf, self.engine.export(), copy_from=self.path)
+        if torch.distributed.get_rank() == 0:
+            save_hf(Path(export_dir), self.hf, self.engine.export(), copy_from=self.path)
+        else:
+            deque(self.engine.export(), maxlen=0)  # every rank takes part in gathering the tensors
+        torch.distributed.barrier()
         if self.precision.lora is not None:
             self.engine.save_adapter(Path(export_dir).with_name("adapter"), self.path)
 

@@ -139,3 +139,19 @@ def test_clipping_is_higher_above_than_below() -> None:
     assert gradient(0.75, -1.0) == 0
     assert gradient(9.0, -1.0) > 0
     assert gradient(11.0, -1.0) == 0
+
+
+@pytest.mark.parametrize("correction", [None, "token"])
+def test_a_micro_batch_without_a_trained_token_has_a_loss_of_nothing(correction: str | None) -> None:
+    """Expert-parallel ranks fill up with padding; SkyRL's off-policy correction fails on no values, and they hang."""
+    algorithm = AlgorithmConfig()
+    algorithm.off_policy_correction.tis_ratio_type = correction
+    worker: Any = BeamPolicyWorkerBase.__new__(BeamPolicyWorkerBase)
+    worker.cfg = SimpleNamespace(algorithm=algorithm)
+    worker.policy_loss_fn = PolicyLossRegistry.get("dual_clip")
+    none = torch.zeros(0, requires_grad=True)
+    fields = dict.fromkeys(("old_logprobs", "advantages", "rollout_logprobs"), torch.zeros(0))
+    loss, sums = worker.loss(none, fields, torch.zeros(0), torch.zeros(0), tokens=5.0)
+    loss.backward()
+    assert float(loss) == 0.0
+    assert sums["policy_loss"] == 0.0

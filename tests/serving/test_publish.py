@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from beam_rl.publish import Publisher
+from beam_rl.rollout import manifest
 
 
 def test_versions_of_a_run_reach_the_servers_named_by_their_step(
@@ -65,4 +66,25 @@ def test_a_full_disk_costs_a_version_not_the_run(tmp_path: Path) -> None:
     publisher.close(10)
     assert time.monotonic() - started < 10
     assert "could not be written" in notes[0]
+    assert not list((tmp_path / "publish").iterdir())
+
+
+def test_the_newest_version_goes_next_and_those_it_overtook_are_gone(tmp_path: Path, monkeypatch: Any) -> None:
+    """While one was on its way and one waited, newer versions were not written: the last was never served."""
+    started, go_on, sent = threading.Event(), threading.Event(), []
+
+    def publish(self: Publisher, step: int, folder: Path) -> None:
+        sent.append((step, folder.is_dir()))
+        started.set()
+        go_on.wait(30)
+
+    monkeypatch.setattr(Publisher, "_publish", publish)
+    monkeypatch.setattr(manifest, "add_origin", lambda folder, origin: None)
+    publisher = Publisher(["http://127.0.0.1:1"], "a-token-of-enough-characters", tmp_path, print)
+    for step in (1, 2, 3, 4):
+        publisher.step(step, lambda folder: folder.mkdir(parents=True))
+        started.wait(30)
+    go_on.set()
+    publisher.close(30)
+    assert sent == [(1, True), (4, True)]
     assert not list((tmp_path / "publish").iterdir())
