@@ -38,7 +38,7 @@ def moved(recipe: Recipe, where: Path) -> Recipe:
     """The recipe of a run in another folder."""
     values = recipe.with_values(
         trainer__ckpt_path=str(where / "checkpoints"),
-        trainer__export_path=str(where / "export"),
+        trainer__export_path=str(where / "exports"),
         trainer__log_path=str(where / "logs"),
     )
     return replace(values, run_dir=where)
