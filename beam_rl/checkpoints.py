@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from beam_rl.metrics import write_atomically
+from beam_rl.evals.files import write_atomically
 from beam_rl.model.errors import BadInput
 
 LATEST = "latest_ckpt_global_step.txt"

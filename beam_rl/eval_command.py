@@ -21,9 +21,10 @@ from beam_rl.eval_page import render
 from beam_rl.evals import sources
 from beam_rl.evals.comparison import compare
 from beam_rl.evals.endpoint import Endpoint
+from beam_rl.evals.files import write_atomically
 from beam_rl.evals.grader import grade
 from beam_rl.evals.journal import Journal, opened
-from beam_rl.evals.results import Results, Sampling, read, write_atomically
+from beam_rl.evals.results import Results, Sampling, read
 from beam_rl.evals.runner import Run, ServerLost, evaluate, sections
 from beam_rl.evals.task import Task
 from beam_rl.model.errors import BadInput

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from beam_rl.metrics import write_atomically
+from beam_rl.evals.files import write_atomically
 from beam_rl.model.errors import BadInput
 from beam_rl.recipe import Recipe
 

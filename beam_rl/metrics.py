@@ -11,20 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from beam_rl.evals.files import write_atomically
 from beam_rl.recipe import Recipe
 
 PHASES = ("generate", "logprobs", "train", "sync", "other")
 """Where a step's seconds go."""
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """The problems to train on and to evaluate with, and the order in which training sees them."""
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -153,19 +152,10 @@ def read_rows(source: str, key: str) -> list[dict[str, Any]]:
     path = Path(source)
     if path.suffix not in (".jsonl", ".json", ".parquet"):
         return hub_rows(source, key)
-    if not path.is_file():
-        raise BadInput(f"{key}: {source}: no such file.")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowInvalid as error:
-            raise BadInput(f"{key}: {source}: not a Parquet file: {error}") from error
-    else:
-        rows = json_rows(path, key)
-    if not rows:
-        raise BadInput(f"{key}: {source}: empty.")
+    try:
+        rows = sources.read_rows(path)
+    except BadInput as error:
+        raise BadInput(f"{key}: {error}") from error
     pairs = isinstance(rows[0], dict) and PROMPT not in rows[0] and "problem" in rows[0]
     return task_rows(source, key) if pairs else rows
 
@@ -176,26 +166,6 @@ def task_rows(source: str, key: str) -> list[dict[str, Any]]:
         return sources.load(source).rows()
     except BadInput as error:
         raise BadInput(f"{key}: {error}") from error
-
-
-def json_rows(path: Path, key: str) -> list[dict[str, Any]]:
-    """JSON lines, or one JSON list. Raises BadInput with the line's number."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{key}: {path}: not UTF-8 text: {error}") from error
-    # Not splitlines(): it also ends lines at characters that JSON may hold in a text, such as U+2028.
-    lines = [text] if path.suffix == ".json" else text.split("\n")
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{key}: {path}: line {number} is not JSON: {error}") from error
-        rows += value if isinstance(value, list) else [value]
-    return rows
 
 
 def hub_rows(source: str, key: str) -> list[dict[str, Any]]:

@@ -12,8 +12,9 @@ import psutil
 
 from beam_rl import checkpoints, checks, folder, lifetime, precision
 from beam_rl.console import Console
+from beam_rl.evals.files import write_atomically
 from beam_rl.lines import Opening
-from beam_rl.metrics import summary, write_atomically
+from beam_rl.metrics import summary
 from beam_rl.model.errors import BadInput
 from beam_rl.observer import Observed, PeakMemory
 from beam_rl.problems import Problems

@@ -15,7 +15,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from beam_rl.evals.results import Sample, Session, write_atomically
+from beam_rl.evals.files import write_atomically
+from beam_rl.evals.results import Sample, Session
 from beam_rl.model.errors import BadInput
 
 FORMAT = 1

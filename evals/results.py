@@ -1,13 +1,13 @@
 """`results.json`: one evaluation, whole, in a versioned schema. Every field says what it means and its unit."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from beam_rl.evals.files import write_atomically
 from beam_rl.evals.grader import Verdict
 from beam_rl.model.errors import BadInput
 
@@ -211,16 +211,6 @@ def read(path: Path) -> Results:
     except ValidationError as error:
         first = error.errors()[0]
         raise BadInput(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all, also after a power cut."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def in_order(samples: Sequence[Sample], problem_ids: Sequence[str]) -> list[Sample]:

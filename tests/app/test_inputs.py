@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from beam_rl import checks, problems, recipe, tiny
+from beam_rl import checks, recipe, tiny
+from beam_rl.evals import sources
 from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
@@ -118,7 +119,7 @@ def test_long_prompts_are_counted_and_refused_or_dropped(content: dict[str, Any]
 def test_only_a_newline_ends_a_line_of_json(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a\u2028b\x85c"}\r\n\n{"text": "d"}\n', encoding="utf-8", newline="")
-    assert problems.json_rows(path, "data.train_data") == [{"text": "a\u2028b\x85c"}, {"text": "d"}]
+    assert sources.read_json(path) == [{"text": "a\u2028b\x85c"}, {"text": "d"}]
 
 
 def test_a_row_that_the_chat_template_refuses_is_named(
