@@ -279,7 +279,8 @@ class Control:
         assert version.own is not None  # it was served
         tokens, own = version.own
         found = await swap_probe.measure(self.engine, tokens)
-        probe = swap_probe.compare(found, own, self._tolerance(None), "this server, when it served the version")
+        limit = swap_probe.tolerance(self.settings.dtype, own)
+        probe = swap_probe.compare(found, own, limit, "this server, when it served the version")
         if not probe.fits:
             raise Failed(f"{name} is loaded again, but scores its prompt {probe.mean:.3g} from what it did before")
         return probe
@@ -290,9 +291,11 @@ class Control:
         tokens = probe_tokens(self.engine.model_config.get_vocab_size()) if known is None else known.tokens
         found = await swap_probe.measure(self.engine, tokens)
         self.versions[version.name] = version.with_own(tokens, found)
-        if known is None:
-            return swap_probe.compare(found, found, self._tolerance(tolerance), "nothing: it has no fingerprint")
-        return swap_probe.compare(found, known.logprobs, self._tolerance(tolerance), known.source)
+        expected, source = (
+            (found, "nothing: it has no fingerprint") if known is None else (known.logprobs, known.source)
+        )
+        limit = swap_probe.tolerance(self.settings.dtype, expected) if tolerance is None else tolerance
+        return swap_probe.compare(found, expected, limit, source)
 
     def _check_prompt(self, version: Version) -> None:
         """Raise Unfit: the fingerprint's prompt is too long for this server."""
@@ -300,9 +303,6 @@ class Control:
         if known is not None and len(known.tokens) >= longest:
             version.remove()
             raise Unfit(f"the fingerprint's prompt has {len(known.tokens)} tokens, the server takes {longest - 1}")
-
-    def _tolerance(self, asked: float | None) -> float:
-        return swap_probe.TOLERANCE[self.settings.dtype] if asked is None else asked
 
     # Lease and files
 

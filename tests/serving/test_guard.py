@@ -27,7 +27,10 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 @pytest.fixture
 def client(servers: list[Any]) -> httpx.Client:
-    return httpx.Client(base_url=servers[0].url, trust_env=False, timeout=60)
+    # A connection a request: a busy machine may leave one idle for the 5 s after which uvicorn closes it, and the
+    # request that then meets the closing is lost.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(base_url=servers[0].url, trust_env=False, timeout=60, limits=limits)
 
 
 def routes(live: Any, server: Any, client: httpx.Client) -> set[str]:
@@ -38,7 +41,6 @@ def routes(live: Any, server: Any, client: httpx.Client) -> set[str]:
     return {re.sub(r"\{.*?\}", "x", path) for path in (*described, *logged, *admin)}
 
 
-@pytest.mark.xfail(strict=False, reason="failed once in a run of the whole suite, passes by itself: cause unknown")
 def test_without_a_token_only_the_data_plane_answers(live: Any, servers: list[Any], client: httpx.Client) -> None:
     paths = routes(live, servers[0], client)
     assert len(paths) > 50
