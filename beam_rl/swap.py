@@ -72,7 +72,8 @@ class EndpointReport:
     after: str | None = None
     bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase: stage, wait (for a running step, or draining), write, pause (the whole stop), probe, rollback."""
+    """By phase: stage; wait (for the running step to end, or draining); pause (from then until requests go on) and the
+    write that is most of it; probe; rollback."""
     kept: int = 0
     """Requests that were in flight during the exchange and went on."""
     probe: dict[str, Any] | None = None

@@ -228,12 +228,10 @@ class Control:
             self.broken = None
         finally:
             await self.engine.resume_generation()
-        ended = time.monotonic()
-        # Until a drained engine is idle it still answers: that is not part of the pause.
-        begun = started if drain_seconds is None else paused
         return {
             "kept": kept if drain_seconds is None else 0,
-            "pause_seconds": ended - begun,
+            # The step that runs when the exchange begins still makes tokens; from its end on nothing does.
+            "pause_seconds": time.monotonic() - paused,
             "write_seconds": written - paused,
             "wait_seconds": paused - started,
         }

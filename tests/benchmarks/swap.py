@@ -1,7 +1,8 @@
 """How long an exchange of weights stops two servers under load, against the time that writing the weights takes.
 
-Two servers of a tiny model in float32, 32 streaming requests in flight, A → B → A → B. Prints each server's pause and
-write, and what became of the requests. `--large` takes a model of 100 M parameters instead (0.4 GB in float32).
+Two servers of a tiny model in float32, 32 streaming requests in flight, A → B → A → B. Prints each server's wait for
+the step that was running, its pause and the writing in it, and what became of the requests. `--large` takes a model of
+100 M parameters instead (0.4 GB in float32).
 """
 
 import asyncio
@@ -48,11 +49,13 @@ def main() -> None:
             reports, names = asyncio.run(exchange(load, models, [server.url for server in servers]))
         versions = {names[key]: models[key] for key in "AB"}
         largest, ties = live.distance(load.answers, live.full_forward(versions, load.answers), versions)
-        print(f"{'exchange':<34}{'bytes':>13}{'wait s':>8}{'write s':>9}{'pause s':>9}{'pause/write':>13}{'kept':>6}")
+        heads = f"{'exchange':<34}{'bytes':>13}{'wait s':>8}{'write s':>9}{'pause s':>9}"
+        print(f"{heads}{'pause/write':>13}{'with wait':>11}{'kept':>6}")
         for report in reports:
             for one in report.endpoints:
                 write, pause = one.seconds["write"], one.seconds["pause"]
-                times = f"{one.seconds['wait']:>8.3f}{write:>9.3f}{pause:>9.3f}{pause / write:>13.2f}"
+                wait = one.seconds["wait"]
+                times = f"{wait:>8.3f}{write:>9.3f}{pause:>9.3f}{pause / write:>13.2f}{(wait + pause) / write:>11.2f}"
                 print(f"{one.before} → {one.after:<19}{one.bytes:>13,}{times}{one.kept:>6}")
         failed = sum(answer.error is not None for answer in load.answers)
         spanning = sum(len(answer.spans) > 1 for answer in load.answers)
