@@ -30,6 +30,8 @@ def run(
     chosen = [name for name in NAMES if precisions is None or name in precisions]
     if adapter is not None and "lora" not in chosen:
         raise BadInput("--adapter: is for the lora rows, which --precision leaves out.")
+    for name in chosen:
+        checks.rollout_arithmetic(recipe, name)
     with os.fdopen(os.dup(2), "w", encoding="utf-8") as errors, tempfile.TemporaryDirectory(prefix="beam-rl-") as logs:
         console = Console(errors)
         with terminal_apart(Path(logs) / "log"):  # what libraries say while they are imported is no part of the result

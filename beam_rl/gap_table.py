@@ -19,7 +19,7 @@ from beam_rl.problems import PROMPT, Problems
 from beam_rl.recipe import Recipe
 from beam_rl.rollout.sample import Sample, sample
 from beam_rl.settings import BUDGETS
-from beam_rl.trainer.responses import Scored, make_adapter, merge, score_responses
+from beam_rl.trainer.responses import Scored, make_adapter, score_responses, write_served
 
 EXPLAINED = 8
 """Samples whose hidden states are compared."""
@@ -73,7 +73,11 @@ def measure(
                     )
                 served = Path(temporary) / "merged"
                 with console.phase("lora: merged weights"):
-                    apart.call(merge, model, config, chosen, served)
+                    apart.call(write_served, model, config, chosen, served)
+            if config.mxfp8 is not None and not config.mxfp8.activations:  # in training a sync brings rounded weights
+                served = Path(temporary) / "rounded"
+                with console.phase(f"{precision}: rounded weights"):
+                    apart.call(write_served, model, config, None, served)
             with console.phase(f"{precision}: rollout"):
                 samples = apart.call(
                     sample,

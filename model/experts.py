@@ -58,6 +58,24 @@ class BeamExperts(MegatronModule):
             return self.adapter(rows, self.gate_up_proj, self.down_proj, ends)
         return fused.experts_mlp(rows, self.gate_up_proj, self.down_proj, ends, self.mxfp8)
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing stands between the rows and the weights: no adapters, no quantisation."""
+        return self.adapter is None and self.mxfp8 == (None, None)
+
+    def mixture(self, x: Tensor, weights: Tensor, counts: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        """Weighted sums [tokens, hidden] of the experts of tokens x [tokens, hidden]; all experts must be here, whole.
+
+        Args:
+            weights: float32 [tokens, topk].
+            counts: rows an expert has.
+            order: int64 [tokens * topk]: which of the tokens' choices each row is, in the order of experts.
+            places: its inverse.
+        """
+        ends = counts.cumsum(0, dtype=torch.int32)
+        scaling = self.config.beam.routed_scaling_factor
+        return fused.mixture(x, self.gate_up_proj, self.down_proj, weights, ends, order, places, scaling)
+
     def backward_dw(self) -> None:
         """Nothing is deferred: weight gradients come with the backward pass."""
 

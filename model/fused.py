@@ -15,7 +15,7 @@ from beam_rl.model import rows as plain_rows
 from beam_rl.model.mxfp8_config import Mxfp8Settings
 
 if torch.cuda.is_available() or TYPE_CHECKING:  # elsewhere Triton has nothing to run on, and takes a second to import
-    from beam_rl.model.kernels import heads, mlp, norm
+    from beam_rl.model.kernels import experts, heads, mlp, norm
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -82,6 +82,19 @@ class _ExpertLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # in the weight's own layout: autograd's would be transposed, and slow to add up
             weight_grad = F.grouped_mm(grad.t(), x.to(grad.dtype), offs=ends).to(weight.dtype)
         return x_grad, weight_grad, None
+
+
+class _RouterLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)  # not the float32 copy of x that autograd would keep
+        return numerics.router_logits(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        x_grad = (grads[0] @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
+        return x_grad, (grads[0].t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -154,6 +167,25 @@ def split_heads(
         return rotate(q, *rotation), gate, rotate(k, *rotation), v
     assert stretch is not None
     return numerics.stretch(q, stretch), gate, k, v
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """`numerics.router_logits`."""
+    return _RouterLogits.apply(x, weight) if x.is_cuda else numerics.router_logits(x, weight)
+
+
+def mixture(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    order: Tensor,
+    places: Tensor,
+    scaling: float,
+) -> Tensor:
+    """`kernels.experts.experts`; on a GPU only."""
+    return experts.experts(x, gate_up, down, weights, ends, order, places, scaling)
 
 
 def spread_rows(x: Tensor, index: Tensor, places: Tensor, copies: int = 1) -> Tensor:

@@ -63,8 +63,16 @@ class _Logprobs(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[here] = grad @ weight
             if weight_grad is not None:
-                weight_grad += grad.t() @ part
+                _add_product(weight_grad, grad.t(), part)
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, for total in float32; on a GPU the matrix product itself adds, and rounds nothing before."""
+    if total.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _parts(hidden: Tensor, targets: Tensor, weight: Tensor) -> Any:

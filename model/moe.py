@@ -55,7 +55,7 @@ class BeamRouter(Router):
 
         Replayed experts get the weights that this router gives them, so its gradient is the replayed choice's.
         """
-        logits = numerics.router_logits(input.flatten(0, 1), self.weight)
+        logits = fused.router_logits(input.flatten(0, 1), self.weight)
         layer = self.layer_number - 1
         replay = batch.layer_routes(layer)
         if replay is None:
@@ -101,18 +101,23 @@ class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
         ids = routing_map
         self.hidden_shape = hidden_states.shape
         self.probs = probs
-        counts = torch.zeros(len(ids), self.num_experts, dtype=torch.int32, device=ids.device)
-        counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))
+        counts = self.sort(ids)
         if self.alone:  # nothing is sent, so the CPU need not know, nor wait for the GPU
             self.tokens_per_expert = counts.sum(0)
         else:
             self.tokens_per_expert = self.preprocess(counts)
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
+        topk = ids.shape[1]
+        return fused.spread_rows(hidden_states.flatten(0, -2), self.order // topk, self.places, topk), None
+
+    def sort(self, ids: Tensor) -> Tensor:
+        """Order the choices ids [tokens, topk] by expert; returns how often each token chose each, int32."""
+        counts = torch.zeros(len(ids), self.num_experts, dtype=torch.int32, device=ids.device)
+        counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))
         order = self.order = ids.flatten().argsort(stable=True)
         self.places = torch.empty_like(order)
         self.places[order] = torch.arange(len(order), device=order.device)
-        topk = ids.shape[1]
-        return fused.spread_rows(hidden_states.flatten(0, -2), order // topk, self.places, topk), None
+        return counts
 
     def token_dispatch(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, None]:
         """Send rows to the ranks of their experts; the weights stay at home."""
@@ -172,6 +177,11 @@ class BeamMoELayer(MoELayer):
     def _run(self, hidden_states: Tensor, batch: PackedBatch) -> Tensor:
         dispatcher = self.token_dispatcher
         weights, ids = self.router(hidden_states, batch)
+        if dispatcher.alone and self.experts.plain and hidden_states.is_cuda:
+            counts = dispatcher.sort(ids).sum(0)
+            rows = hidden_states.flatten(0, -2)
+            total = self.experts.mixture(rows, weights, counts, dispatcher.order, dispatcher.places)
+            return total.view(hidden_states.shape)
         rows, _ = dispatcher.dispatch_preprocess(hidden_states, ids, weights)
         rows, _ = dispatcher.token_dispatch(rows, None)
         rows, rows_per_expert, _ = dispatcher.dispatch_postprocess(rows, None)

@@ -5,6 +5,9 @@ A block of 32 consecutive values becomes E4M3 data and one E8M0 scale, a power o
 with each other. On Blackwell the maps are torchao's, on its MX units; everywhere else they are emulated, GEMMs over
 quantised and dequantised operands with float32 accumulation. Blocks lie along the dimension that a GEMM sums over: `in`
 in the forward pass, `out` for the input's gradient, tokens for the weight's.
+
+With weights only (`Mxfp8Settings.activations` false) the maps are the plain ones, in their operands' own type, by
+weights that were quantised along `in` and dequantised.
 """
 
 from collections.abc import Iterable, Iterator
@@ -74,6 +77,12 @@ def pack(tensors: Iterable[tuple[str, Tensor]], settings: Mxfp8Settings) -> Iter
             yield name, tensor
 
 
+def round_covered(tensors: Iterable[tuple[str, Tensor]], settings: Mxfp8Settings) -> Iterator[tuple[str, Tensor]]:
+    """Named tensors with those that the settings cover quantised and dequantised, in their own dtype."""
+    for name, tensor in tensors:
+        yield name, round_trip(tensor, settings.scaling) if settings.covers(name) else tensor
+
+
 def _blocks(x: Tensor, dim: int) -> tuple[Tensor, int]:
     """x in float32 with `dim` split into (blocks, 32), zeros behind its end where needed, and the size that it had."""
     size = x.shape[dim]
@@ -103,7 +112,12 @@ def _scales(blocks: Tensor, dim: int, scaling: str) -> tuple[Tensor, Tensor, Ten
 
 
 def linear(x: Tensor, weight: Tensor, settings: Mxfp8Settings) -> Tensor:
-    """x [..., in] times weight [out, in] transposed, both in MXFP8, as their gradients' GEMMs are; in x's dtype."""
+    """x [..., in] times weight [out, in] transposed, both in MXFP8, as their gradients' GEMMs are; in x's dtype.
+
+    With weights only, x is multiplied with the rounded weight, and so is the output's gradient.
+    """
+    if not settings.activations:
+        return _RoundedWeight.apply(x, weight, None, settings.scaling)
     if _native(x):
         return _native_linear(x, weight, settings.scaling)
     return _Linear.apply(x, weight, settings.scaling)
@@ -117,6 +131,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, settings: Mxfp8Setti
         weight: [experts, out, in].
         ends: int32 [experts], the row after each expert's last.
     """
+    if not settings.activations:
+        return _RoundedWeight.apply(x, weight, ends, settings.scaling)
     if _native(x):
         return _native_grouped_linear(x, weight, ends, settings.scaling)
     return _GroupedLinear.apply(x, weight, ends, settings.scaling)
@@ -175,6 +191,36 @@ class _GroupedLinear(torch.autograd.Function):
                 for tensor in (grads[0], x)
             )
             weight_grad = F.grouped_mm(grad.t(), rows, offs=padded_ends).to(weight.dtype)
+        return x_grad, weight_grad, None, None
+
+
+class _RoundedWeight(torch.autograd.Function):
+    """x [..., in] times a rounded weight [out, in], or rows [rows, in] times their experts' [experts, out, in].
+
+    The weight is rounded again for x's gradient, which costs less than keeping it. Its own gradient is that of the
+    weight as it is: it passes straight through the rounding.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor | None, scaling: str) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.scaling = scaling
+        rounded = round_trip(weight, scaling)
+        return torch.matmul(x, rounded.t()) if ends is None else numerics.expert_linear(x, rounded, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2).contiguous()  # of experts on a CPU: float32
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            rounded = round_trip(weight, ctx.scaling, dtype=grad.dtype)
+            product = grad @ rounded if ends is None else F.grouped_mm(grad, rounded, offs=ends)
+            x_grad = product.to(x.dtype).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            rows = x.flatten(0, -2).to(grad.dtype)
+            product = grad.t() @ rows if ends is None else F.grouped_mm(grad.t(), rows, offs=ends)
+            weight_grad = product.to(weight.dtype)
         return x_grad, weight_grad, None, None
 
 

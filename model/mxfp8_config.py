@@ -20,7 +20,7 @@ _QUANTISABLE = re.compile(
 
 @dataclass(frozen=True)
 class Mxfp8Settings:
-    """MXFP8 of both sides: blocks of 32 E4M3 values with an E8M0 scale, for activations, weights and gradients.
+    """MXFP8 of both sides: blocks of 32 E4M3 values with an E8M0 scale, of weights, activations and gradients.
 
     The projections of attention, dense MLP and experts run in it. The router, the norms, the embedding and the LM head
     never do.
@@ -33,6 +33,10 @@ class Mxfp8Settings:
     """Projections to leave out as well: parts of their Hugging Face names, such as `self_attn.o_proj`, `layers.0`,
     `layers.7.mlp.experts` or `down_proj`. Projections that are one GEMM (q, k, v and gate; gate and up; all experts of
     a layer) are left out together or not at all."""
+    activations: bool = True
+    """Also quantise activations and gradients. False: weights only. The products are then the model's own, by weights
+    rounded to MXFP8's values, so that any rollout engine which is given the rounded weights computes the same model,
+    on a GPU without MX units, too."""
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:

@@ -27,8 +27,19 @@ from beam_rl.model.lora import pairs
 from beam_rl.model.lora_pair import LoraPair
 from beam_rl.model.moe import BeamMoELayer
 from beam_rl.model.tensors import hf_tensors, is_float32
+from beam_rl.model.transformer_config import BeamTransformerConfig
 
-__all__ = ["Piece", "adapter_matrices", "export_adapter", "export_hf", "fingerprint", "hf_tensors", "load_hf", "pieces"]
+__all__ = [
+    "Piece",
+    "adapter_matrices",
+    "describe_hf",
+    "export_adapter",
+    "export_hf",
+    "fingerprint",
+    "hf_tensors",
+    "load_hf",
+    "pieces",
+]
 
 NORMS = {
     "input_layernorm": "input_layernorm",
@@ -37,6 +48,8 @@ NORMS = {
     "post_feedforward_layernorm": "post_feedforward_layernorm",
 }
 """Hugging Face's names of a layer's norms, and Megatron's."""
+FUSED_BYTES = 2**30
+"""Largest tensor of fused experts: the least size of the buffers in which vLLM and SkyRL send weights."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +92,13 @@ class Piece:
         return torch.cat(parts, dim=self.axis)
 
 
-def pieces(model: BeamModel) -> Iterator[Piece]:
-    """All pieces that one model chunk holds."""
+def pieces(model: BeamModel, *, fused_experts: bool = False) -> Iterator[Piece]:
+    """All pieces that one model chunk holds; `fused_experts` as of `export_hf`."""
     tp = model.pg_collection.tp
     if model.pre_process:
         yield _split("model.embed_tokens.weight", model.embedding.word_embeddings.weight, 0, tp)
     for layer in model.decoder.layers:
-        yield from _layer_pieces(layer)
+        yield from _layer_pieces(layer, fused_experts)
     if model.post_process:
         yield _whole("model.norm.weight", model.decoder.final_layernorm.weight)
         yield _split("lm_head.weight", model.output_layer.weight, 0, tp)
@@ -112,7 +125,7 @@ def _pair(module: torch.nn.Module, projection: str) -> LoraPair | None:
     return None if adapter is None else adapter.pair(projection)
 
 
-def _layer_pieces(layer: BeamTransformerLayer) -> Iterator[Piece]:
+def _layer_pieces(layer: BeamTransformerLayer, fused_experts: bool) -> Iterator[Piece]:
     prefix = f"model.layers.{layer.layer_number - 1}."
     for theirs, ours in NORMS.items():
         yield _whole(f"{prefix}{theirs}.weight", getattr(layer, ours).weight)
@@ -121,7 +134,11 @@ def _layer_pieces(layer: BeamTransformerLayer) -> Iterator[Piece]:
     if isinstance(mlp, BeamMoELayer):
         yield _whole(f"{prefix}mlp.gate.weight", mlp.router.weight)
         yield _whole(f"{prefix}mlp.gate.e_score_correction_bias", mlp.router.expert_bias)
-        yield from _expert_pieces(f"{prefix}mlp.experts.", mlp.experts, mlp.local_expert_indices)
+        if fused_experts:
+            yield _whole(f"{prefix}mlp.experts.gate_up_proj", mlp.experts.gate_up_proj)
+            yield _whole(f"{prefix}mlp.experts.down_proj", mlp.experts.down_proj)
+        else:
+            yield from _expert_pieces(f"{prefix}mlp.experts.", mlp.experts, mlp.local_expert_indices)
     else:
         tp, gate_up, down = layer.tp_group, mlp.linear_fc1, mlp.linear_fc2
         gate, up = gate_up.weight.chunk(2)
@@ -166,20 +183,24 @@ def load_hf(model_chunks: Sequence[torch.nn.Module], checkpoint: HFCheckpoint) -
 
 
 @torch.no_grad()
-def export_hf(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def export_hf(model_chunks: Sequence[torch.nn.Module], *, fused_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
     """All tensors of the model under their Hugging Face names, whole, one after the other, the same on every rank.
 
     Every rank must exhaust the iterator: each step is a collective over tensor, expert and pipeline ranks. No more
     than one tensor a expert-parallel rank is held at a time. The router and its correction bias come in float32,
     everything else in the parameters' dtype. Under LoRA the weights are merged. A tensor may share memory with a
     parameter: copy it before the next update.
+
+    Args:
+        fused_experts: a layer's experts in two tensors, by transformers' names in memory (`mlp.experts.gate_up_proj`,
+            `mlp.experts.down_proj`), unless they are larger than FUSED_BYTES. Only with ep = etp = 1, without LoRA.
     """
     models = [_unwrap(chunk) for chunk in model_chunks]
     config, groups = models[0].config, models[0].pg_collection
-    mine = {piece.name: piece for model in models for piece in pieces(model)}
+    shapes, fused = _exported(config, fused_experts)
+    mine = {piece.name: piece for model in models for piece in pieces(model, fused_experts=fused)}
     owners = _owners(mine, groups)
-    shapes = hf_tensors(config.beam)
-    for names in _export_order(shapes, config.beam, groups.ep.size()):
+    for names in _export_order(shapes, config.beam, 0 if fused else groups.ep.size()):
         own = names[groups.ep.rank()] if len(names) > 1 else names[0]
         owner = owners[own]
         if groups.pp.rank() == owner:
@@ -194,6 +215,18 @@ def export_hf(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Te
             for tensor in tensors:
                 dist.broadcast(tensor, source, group=groups.pp)
         yield from zip(names, tensors, strict=True)
+
+
+def describe_hf(
+    model_chunks: Sequence[torch.nn.Module], *, fused_experts: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Names, shapes and types of what `export_hf` gives, in its order, as tensors on the meta device."""
+    model = _unwrap(model_chunks[0])
+    shapes, fused = _exported(model.config, fused_experts)
+    for names in _export_order(shapes, model.config.beam, 0 if fused else model.pg_collection.ep.size()):
+        for name in names:
+            dtype = torch.float32 if is_float32(name) else model.config.params_dtype
+            yield name, torch.empty(shapes[name], dtype=dtype, device="meta")
 
 
 @torch.no_grad()
@@ -288,8 +321,28 @@ def _held(names: list[str], group: dist.ProcessGroup) -> list[list[str]]:
     return held
 
 
+def _exported(config: BeamTransformerConfig, fused_experts: bool) -> tuple[dict[str, tuple[int, ...]], bool]:
+    """Name and shape of every tensor of an export, and whether experts are fused in it."""
+    shapes, beam = hf_tensors(config.beam), config.beam
+    largest = 2 * beam.num_experts * beam.moe_intermediate_size * beam.hidden_size * config.params_dtype.itemsize
+    if not fused_experts or largest > FUSED_BYTES:
+        return shapes, False
+    shapes = {name: shape for name, shape in shapes.items() if ".mlp.experts." not in name}
+    for layer in beam.sparse_layers:
+        experts, hidden, width = beam.num_experts, beam.hidden_size, beam.moe_intermediate_size
+        shapes[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = (experts, 2 * width, hidden)
+        shapes[f"model.layers.{layer}.mlp.experts.down_proj"] = (experts, hidden, width)
+    return shapes, True
+
+
 def _export_order(shapes: dict[str, tuple[int, ...]], config: BeamConfig, ranks: int) -> Iterator[tuple[str, ...]]:
-    """Names that travel together: one, or the tensors of one local expert on every expert-parallel rank."""
+    """Names that travel together: one, or the tensors of one local expert on every expert-parallel rank.
+
+    With no `ranks` experts are fused.
+    """
+    if not ranks:
+        yield from ((name,) for name in shapes)
+        return
     yield from ((name,) for name in shapes if ".mlp.experts." not in name)
     per_rank = config.num_experts // ranks
     for layer in config.sparse_layers:

@@ -22,17 +22,19 @@ warnings.filterwarnings("ignore", module=r"torch\.distributed\.c10d_logger", cat
 cpu.install()
 
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from beam_rl.model import lora, mxfp8
 from beam_rl.model.checkpoint import HFCheckpoint
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.gpt import build_model
-from beam_rl.model.names import export_adapter, export_hf, fingerprint, load_hf
+from beam_rl.model.names import describe_hf, export_adapter, export_hf, fingerprint, load_hf
 from beam_rl.model.transformer_config import transformer_config
 from beam_rl.trainer import adapter, checkpoint, distributed, optimizer, outputs
+from beam_rl.trainer.gradients import data_parallel
+from beam_rl.trainer.offload import Parking
+from beam_rl.trainer.optimizer import tensors as optimizer_tensors
 from beam_rl.trainer.outputs import LossFn, Scores
 from beam_rl.trainer.replay import RoutesError, Routing
 from beam_rl.trainer.sequences import MicroBatch, Sequence, check_sample, pack, split, unpack
@@ -61,6 +63,7 @@ class TrainerEngine:
         """Whether the gradient buffers hold gradients that were reduced over the data-parallel ranks already."""
         self.base: str | None = None
         """Fingerprint of the frozen weights under LoRA, once they are loaded."""
+        self._model_memory, self._optimizer_memory = Parking(), Parking()
         self._pending: checkpoint.PendingSave | None = None
         """The save that is not finished yet; there is never more than one, because each holds a copy of everything."""
 
@@ -93,7 +96,7 @@ class TrainerEngine:
                 model.requires_grad_(False)
                 return
             transformer.finalize_model_grads_func = _finalize
-            self.chunks = [_data_parallel(transformer, model)]
+            self.chunks = [data_parallel(transformer, model, dtype=config.torch_grad_dtype)]
             self.optimizer, self.schedule = optimizer.build_optimizer(config.optimizer, self.chunks, config.torch_dtype)
         self.zero_grad()
 
@@ -273,6 +276,8 @@ class TrainerEngine:
             grad_norm (before clipping), lr, and skipped: 1.0 if the gradient was not finite and nothing changed.
         """
         with cpu.cuda_as_cpu():
+            for chunk in self.chunks:
+                chunk.settle()  # without a backward pass since the last step, the gradient is 0
             norm, lr, skipped = optimizer.step(self.optimizer, self.schedule)
         self.zero_grad()
         return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
@@ -284,6 +289,41 @@ class TrainerEngine:
         self.optimizer.zero_grad()
         self._reduced = False
 
+    # Memory
+
+    def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Free the device's memory of the model and its gradients, or of the optimizer, until `backload`.
+
+        Weights and optimizer state go to host memory; gradients that were not applied are forgotten.
+        """
+        if self.config.optimizer is not None and self._reduced:
+            self.zero_grad()
+        weights = [tensor for chunk in self.models for tensor in chunk.parameters()]
+        if optimizer and self.config.optimizer is not None:
+            ours = {tensor.untyped_storage().data_ptr() for tensor in weights}  # a float32 parameter is its own main
+            states = optimizer_tensors(self.optimizer)
+            self._optimizer_memory.park(t for t in states if t.untyped_storage().data_ptr() not in ours)
+        if model:
+            for buffer in self._gradient_buffers():
+                buffer.untyped_storage().resize_(0)
+            self._model_memory.park(weights)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def backload(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Take the memory back that `offload` freed."""
+        if model:
+            self._model_memory.unpark()
+            for buffer in self._gradient_buffers():
+                buffer.untyped_storage().resize_(buffer.nbytes)
+                buffer.zero_()
+        if optimizer:
+            self._optimizer_memory.unpark()
+
+    def _gradient_buffers(self) -> list[Tensor]:
+        wrapped = [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
+        return [buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
     # Weights and state
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -293,10 +333,32 @@ class TrainerEngine:
         """
         return export_hf(self.models)
 
-    def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What `export` gives, as the rollout wants it: under MXFP8, quantised weights travel as data and scales."""
+    def rollout_weights(self, *, fused_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """What `export` gives, as the rollout wants it.
+
+        Under MXFP8, quantised weights travel as data and scales, or, with weights only, dequantised: the rollout is
+        then a plain model and needs to know nothing of it.
+
+        Args:
+            fused_experts: a layer's experts in two tensors (`export_hf`) where they lie here whole, as they are sent.
+        """
+        return self._for_rollout(export_hf(self.models, fused_experts=fused_experts and self._plain_experts))
+
+    def rollout_description(self, *, fused_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Names, shapes and types of `rollout_weights`, in its order, as tensors on the meta device."""
+        return self._for_rollout(describe_hf(self.models, fused_experts=fused_experts and self._plain_experts))
+
+    @property
+    def _plain_experts(self) -> bool:
+        """Whether the rollout gets the expert parameters as they are here: neither cut, adapted nor rounded."""
+        layout = self.config.parallel
+        return layout.ep == layout.etp == 1 and self.config.lora is None and self.config.mxfp8 is None
+
+    def _for_rollout(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         settings = self.config.mxfp8
-        return self.export() if settings is None else mxfp8.pack(self.export(), settings)
+        if settings is None:
+            return tensors
+        return (mxfp8.pack if settings.activations else mxfp8.round_covered)(tensors, settings)
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """All adapters under PEFT's names, as `export`; nothing without LoRA."""
@@ -363,16 +425,3 @@ class TrainerEngine:
 def _finalize(model: Any, num_tokens: Tensor | None = None, **arguments: Any) -> None:
     """Megatron's last reductions of the gradients, without a division by the token count, which `_loss` leaves at 0."""
     finalize_model_grads(model, None, **arguments)
-
-
-def _data_parallel(transformer: Any, model: Any) -> DistributedDataParallel:
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    layout = DistributedOptimizer.compute_full_param_layout(
-        [param for param in model.parameters() if param.requires_grad],
-        None,
-        replicas.size(),
-        config,
-        expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_group().size(),
-    )
-    return DistributedDataParallel(transformer, config, model, full_param_layout=layout)

@@ -11,6 +11,7 @@ neither, so torch's fused AdamW runs, with a step count a parameter; `prepare_st
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -76,6 +77,15 @@ def _schedule(settings: OptimizerSettings, optimizer: ChainedOptimizer) -> Optim
 def parts(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
     """The optimizers of dense and of expert parameters that hold parameters on this rank."""
     return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+
+
+def tensors(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
+    """Main parameters and AdamW's state on this rank. A float32 parameter is its own main parameter."""
+    for part in parts(optimizer):
+        for group in part.optimizer.param_groups:
+            for param in group["params"]:
+                yield param.data
+                yield from (value for name, value in part.optimizer.state[param].items() if name != "step")
 
 
 def prepare_state(optimizer: ChainedOptimizer) -> None:

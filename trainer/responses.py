@@ -121,7 +121,10 @@ def make_adapter(model: str | Path, config: EngineConfig, folder: str | Path) ->
     return (sum(change for change, _ in changed) / sum(weight for _, weight in changed)) ** 0.5
 
 
-def merge(model: str | Path, config: EngineConfig, adapter: str | Path, folder: str | Path) -> None:
-    """Write the checkpoint with an adapter merged into it, as the rollout gets it."""
+def write_served(model: str | Path, config: EngineConfig, adapter: str | Path | None, folder: str | Path) -> None:
+    """Write the checkpoint as the rollout gets it: with an adapter merged, or with weights rounded to MXFP8's values.
+
+    Where MXFP8 is not of weights only, the rollout rounds them itself, and there is nothing to write.
+    """
     engine = open_engine(model, config, adapter)
-    save_hf(Path(folder), engine.hf, engine.export(), copy_from=Path(model))
+    save_hf(Path(folder), engine.hf, engine.rollout_weights(), copy_from=Path(model))

@@ -95,10 +95,12 @@ class EngineWorker(Worker):
             ctypes.CDLL(None).malloc_trim(0)
 
     def offload_to_cpu(self, offload_optimizer: bool = True, offload_model: bool = True) -> None:
-        """Nothing to move without CUDA; sharing a GPU with the rollout is refused when the recipe is read."""
+        """Lend the GPU's memory to the rollout that shares it."""
+        self.engine.offload(model=offload_model, optimizer=offload_optimizer)
 
     def backload_to_gpu(self, backload_optimizer: bool = True, backload_model: bool = True) -> None:
-        """The counterpart of `offload_to_cpu`."""
+        """Take it back."""
+        self.engine.backload(model=backload_model, optimizer=backload_optimizer)
 
     def _set_pad_token_id(self, pad_token_id: int) -> None:
         """Packed sequences have no padding."""
@@ -106,6 +108,9 @@ class EngineWorker(Worker):
 
 class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
     """The policy: trains, scores, sends its weights to the rollout, saves."""
+
+    fused_experts = False
+    """Whether the rollout takes a layer's experts in one tensor."""
 
     def init_model(self, path: str, num_training_steps: int | None = None) -> None:
         """Load the checkpoint; `num_training_steps` optimizer updates are the length of a decaying schedule."""
@@ -210,7 +215,7 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
         """What SkyRL's weight transfer sends: the exporter's tensors, in the types a checkpoint has."""
         from beam_rl.trainer.weights import EngineWeights
 
-        return EngineWeights(self.engine)
+        return EngineWeights(self.engine, fused_experts=self.fused_experts)
 
     async def broadcast_to_inference_engines(
         self, inference_engine_client: Any, inference_engine_cfg: Any, model_id: str | None = None

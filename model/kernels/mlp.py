@@ -148,16 +148,21 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        tokens, width = len(places) // ctx.copies, grad[0].numel() if len(grad) else 1
-        x_grad = grad.new_empty(tokens, *grad.shape[1:])
-        if tokens:
-            _sum_copies[(tokens, triton.cdiv(width, BLOCK))](
-                grad, places, grad, x_grad, width, 1.0, TOPK=ctx.copies, WEIGHTED=False, BLOCK=BLOCK
-            )
-        return x_grad, None, None, None
+        return sum_copies(grads[0], places, ctx.copies), None, None, None
 
 
 def spread_rows(x: Tensor, index: Tensor, places: Tensor, copies: int) -> Tensor:
     """`rows.spread_rows`: the gradients of a row's copies are summed in float32 where they lie."""
     return _Spread.apply(x, index, places, copies)
+
+
+def sum_copies(rows: Tensor, places: Tensor, copies: int) -> Tensor:
+    """[tokens, …]: the float32 sums of each token's rows, which are at the places places[token * copies : …]."""
+    rows = rows.contiguous()
+    tokens, width = len(places) // copies, rows[0].numel() if len(rows) else 1
+    out = rows.new_empty(tokens, *rows.shape[1:])
+    if tokens:
+        _sum_copies[(tokens, triton.cdiv(width, BLOCK))](
+            rows, places, rows, out, width, 1.0, TOPK=copies, WEIGHTED=False, BLOCK=BLOCK
+        )
+    return out

@@ -28,6 +28,16 @@ def test_the_gap_of_an_adapter_is_measured_and_explained(content: dict[str, Any]
     assert len(told["tokens"]) == 5
 
 
+@pytest.mark.timeout(600)
+def test_the_rollout_of_mxfp8_of_weights_only_has_the_trainers_weights(content: dict[str, Any], write: Any) -> None:
+    """No sync brings them here; the checkpoint's own would be another model (a mean gap of 0.12)."""
+    command = [sys.executable, "-m", "beam_rl", "gap", str(write(content)), "--precision", "mxfp8", "--prompts", "6"]
+    result = subprocess.run([*command, "--json", "beam.mxfp8.activations=false"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    with_r3, _ = json.loads(result.stdout)["rows"]
+    assert with_r3["mean"] < 0.05
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -35,6 +45,7 @@ def test_the_gap_of_an_adapter_is_measured_and_explained(content: dict[str, Any]
         (["--adapter", "/nowhere"], "adapter_config.json"),
         (["beam.lora.r=12"], "multiple of 8"),
         (["--model", "/nowhere"], "/nowhere"),
+        (["beam.device=gpu"], "beam.mxfp8.activations=false"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_an_engine_starts(

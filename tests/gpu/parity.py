@@ -23,6 +23,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16, recomputed": {"recompute": "full"},
     "lora": {"lora": LoraConfig()},
     "mxfp8, emulated": {"mxfp8": Mxfp8Settings()},
+    "mxfp8, weights only": {"mxfp8": Mxfp8Settings(activations=False)},
 }
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-PARTS = ("kernels", "parity", "training")
+PARTS = ("kernels", "parity", "training", "rollout", "moe", "sync")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.run", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(PARTS)}")
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    parser.add_argument("--out", type=Path, help="write the results as JSON, anew with every one")
     options = parser.parse_args()
     if unknown := set(options.names) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -31,23 +31,28 @@ def main() -> int:
     print(f"{results['device']}, torch {torch.__version__}")
     failed = False
     for name in options.names or PARTS:
-        found: dict[str, Any] = {}
+        found = results[name] = {}
         try:
-            importlib.import_module(f"tests.gpu.{name}").run(partial(report, found, name))
+            importlib.import_module(f"tests.gpu.{name}").run(partial(report, results, options.out, name))
         except Exception:  # the other parts are run all the same
             failed = True
             traceback.print_exc()
             found["failed"] = traceback.format_exc()
-        results[name] = found
-    if options.out is not None:
-        options.out.write_text(json.dumps(results, indent=1))
+            write(results, options.out)
     return int(failed)
 
 
-def report(to: dict[str, Any], part: str, key: str, value: Any) -> None:
-    """Print one result, and keep it."""
-    to[key] = value
-    print(f"{part:<9} {key:<44} {f'{value:.4g}' if isinstance(value, float) else value}", flush=True)
+def report(results: dict[str, Any], out: Path | None, part: str, key: str, value: Any) -> None:
+    """Print one result, and keep it: whoever stops a part early has what was measured by then."""
+    results[part][key] = value
+    write(results, out)
+    print(f"{part:<9} {key:<64} {f'{value:.4g}' if isinstance(value, float) else value}", flush=True)
+
+
+def write(results: dict[str, Any], out: Path | None) -> None:
+    """The results so far, as JSON."""
+    if out is not None:
+        out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,42 +1,67 @@
-"""Speed and memory of forward and backward on one GPU: a Beam of 3.9 B parameters, 8,192 tokens in one sequence."""
+"""Forward and backward of a 7.2 B Beam on one GPU, 8,192 tokens in one sequence: ours and transformers' own, in turn.
 
-import statistics
+Every case has the card to itself, in a process of its own. `TRANSFORMERS_REFERENCE` names a folder with a transformers
+that has Beam, if the installed one has not (`pip install --no-deps --target FOLDER -r requirements/reference.txt`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from beam_rl.model.config import BeamConfig
-from beam_rl.trainer.engine import EngineConfig, OptimizerSettings, Sequence, TrainerEngine
+from beam_rl import apart
+from tests.gpu.measure import SHAPE, TOKENS, measure, tokens
 
-TOKENS = 8192
-LAYERS, EXPERTS, TOPK = 12, 64, 8
-REPETITIONS = 8
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours, bf16 gradients": {"grad_dtype": "bfloat16"},
+    "ours, bf16 gradients, full recompute": {"grad_dtype": "bfloat16", "recompute": "full"},
+}
+"""Engine settings by name."""
+THEIRS = {"transformers": "plain", "transformers, checkpointing": "checkpointing"}
 
 
-def beam() -> BeamConfig:
-    """The shape: 3.9 B parameters, 1.25 B active."""
-    return BeamConfig(
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=128,
-        sliding_window=512,
-        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * (LAYERS // 4),
-        mlp_layer_types=["dense"] * 2 + ["sparse"] * (LAYERS - 2),
-        moe_intermediate_size=768,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOPK,
-        n_group=8,
-        topk_group=4,
-        max_position_embeddings=16_384,
-        architectures=["BeamForCausalLM"],
-        dtype="bfloat16",
-    )
+class NoOptimizer:
+    """Stands for the optimizer: its state would fill the card, and is no part of forward and backward."""
+
+    def zero_grad(self) -> None: ...
+
+
+def ours(name: str, settings: dict[str, Any]) -> dict[str, float]:
+    """Measure the engine."""
+    from beam_rl.model.config import BeamConfig
+    from beam_rl.trainer.engine import EngineConfig, Sequence, TrainerEngine
+
+    engine = TrainerEngine(EngineConfig(**settings))
+    with patch("beam_rl.trainer.optimizer.build_optimizer", lambda *_: (NoOptimizer(), None)):
+        engine.build(BeamConfig(**SHAPE, architectures=["BeamForCausalLM"], dtype="bfloat16"))
+    samples = [Sequence(tokens=tokens(), loss_mask=torch.ones(TOKENS - 1))]
+
+    def step() -> None:
+        engine.forward_backward(samples, lambda logprobs, *_: (-logprobs.sum() / TOKENS, {}), replay=False)
+
+    return measure(name, engine.models[0], step, engine.zero_grad)
+
+
+def theirs(mode: str) -> dict[str, Any]:
+    """Measure transformers."""
+    paths = [os.environ.get("TRANSFORMERS_REFERENCE"), os.environ.get("PYTHONPATH")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "tests.gpu.reference_training", mode, str(out)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        if done.returncode != 0:
+            raise RuntimeError(f"transformers, {mode}:\n{done.stderr[-3000:]}")
+        return json.loads(out.read_text())
 
 
 def matrix_rate() -> float:
@@ -54,37 +79,28 @@ def matrix_rate() -> float:
 
 def run(report: Callable[[str, Any], None]) -> None:
     rate = matrix_rate()
+    torch.cuda.empty_cache()
     report("bf16 matrix rate of the card, TFLOP/s", rate / 1e12)
-    modes: tuple[Literal["full"] | None, ...] = (None, "full")
-    for recompute in modes:
-        engine = TrainerEngine(EngineConfig(optimizer=OptimizerSettings(), recompute=recompute))
-        engine.build(beam())
-        named = [(name, p.numel()) for model in engine.models for name, p in model.named_parameters()]
-        experts = sum(size for name, size in named if ".experts." in name)
-        everything = sum(size for _, size in named)
-        active = everything - experts + experts * TOPK / EXPERTS
-        held = torch.cuda.memory_allocated()
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, 151_936, (TOKENS,), generator=generator)
-        samples = [Sequence(tokens=tokens, loss_mask=torch.ones(TOKENS - 1))]
-        seconds = []
-        for repetition in range(REPETITIONS + 3):
-            torch.cuda.synchronize()
-            if repetition == 3:
-                torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-            engine.forward_backward(samples, lambda logprobs, *_: (-logprobs.sum() / TOKENS, {}), replay=False)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-            engine.zero_grad()
-        median = statistics.median(seconds[3:])
-        used = 6 * active * TOKENS / median
-        name = f"recompute {recompute or 'none'}: "
-        report(name + "parameters, billions", everything / 1e9)
-        report(name + "forward + backward, ms", 1e3 * median)
-        report(name + "tokens/s", TOKENS / median)
-        report(name + "TFLOP/s (6 x active x tokens)", used / 1e12)
-        report(name + "share of the card's matrix rate", used / rate)
-        report(name + "peak beyond weights, gradients, optimizer, GB", (torch.cuda.max_memory_allocated() - held) / 1e9)
-        del engine
-        torch.cuda.empty_cache()
+    found: dict[str, dict[str, Any]] = {}
+    for name, settings in OURS.items():
+        found[name] = apart.call(ours, name, settings)
+        _report(name, found[name], rate, report)
+    for other, mode in THEIRS.items():
+        reference = theirs(mode)
+        report(f"{other}: version", reference["version"])
+        _report(other, reference, rate, report)
+        for name in OURS:
+            report(f"{name} / {other}: tokens/s", reference["seconds"] / found[name]["seconds"])
+            report(f"{name} / {other}: peak memory", found[name]["bytes"] / reference["bytes"])
+
+
+def _report(name: str, found: dict[str, Any], rate: float, report: Callable[[str, Any], None]) -> None:
+    used = 6 * found["active"] * TOKENS / found["seconds"]
+    report(f"{name}: parameters, billions", found["parameters"] / 1e9)
+    report(f"{name}: active, billions", found["active"] / 1e9)
+    report(f"{name}: forward + backward, ms", 1e3 * found["seconds"])
+    report(f"{name}: of it kernels, ms", 1e3 * found["busy"])
+    report(f"{name}: tokens/s", TOKENS / found["seconds"])
+    report(f"{name}: TFLOP/s (6 x active x tokens)", used / 1e12)
+    report(f"{name}: share of the card's matrix rate", used / rate)
+    report(f"{name}: peak memory, GB", found["bytes"] / 1e9)

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from beam_rl.model import numerics
-from beam_rl.model.kernels import head, heads, mlp, norm
+from beam_rl.model.kernels import experts, gradients, head, heads, mlp, norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -126,6 +127,48 @@ def check_spread() -> None:
                 (x,),
                 dtype,
             )
+
+
+def check_experts() -> None:
+    def linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        if x.dtype != torch.float64:
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        parts = x.tensor_split(ends[:-1].cpu().long())
+        return torch.cat([part @ matrix.t() for part, matrix in zip(parts, weight, strict=True)])
+
+    for dtype in DTYPES:
+        for tokens, topk, count, hidden, width in ((1, 1, 2, 16, 8), (40, 2, 5, 32, 24), (9, 4, 8, 64, 1032)):
+            ids = torch.rand(tokens, count - 1, device=DEVICE).topk(topk).indices  # the last expert has no tokens
+            order = ids.flatten().argsort(stable=True)
+            places = order.argsort()
+            ends = torch.bincount(ids.flatten(), minlength=count).cumsum(0, dtype=torch.int32)
+
+            def definition(
+                x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor,
+                order: Tensor = order, places: Tensor = places, ends: Tensor = ends,
+            ) -> Tensor:  # fmt: skip
+                rows = linear(x[order // weights.shape[1]], gate_up, ends)
+                outputs = linear(numerics.swiglu(*rows.chunk(2, -1)), down, ends)[places]
+                total = (weights[..., None] * outputs.view(*weights.shape, -1).to(weights.dtype)).sum(1)
+                return (total * 2.5).to(x.dtype)
+
+            def kernel(*inputs: Tensor, order: Tensor = order, places: Tensor = places, ends: Tensor = ends) -> Tensor:
+                return experts.experts(*inputs, ends, order, places, 2.5)
+
+            inputs = [rand(tokens, hidden, dtype=dtype)]
+            for shape in ((count, 2 * width, hidden), (count, hidden, width)):
+                inputs.append((torch.randn(shape, device=DEVICE) * shape[-1] ** -0.5).to(dtype).requires_grad_())
+            inputs.append(torch.rand(tokens, topk, device=DEVICE, requires_grad=True))
+            compare(kernel, definition, inputs, dtype)
+
+
+def check_gradients() -> None:
+    for size in (1, 4096, 100_003):
+        for first in (True, False):
+            total, grad = torch.randn(size, device=DEVICE), torch.randn(size, device=DEVICE).to(HALF)
+            expected = grad.float() if first else total + grad
+            gradients.accumulate_(total, grad, first=first)
+            assert torch.equal(total, expected)
 
 
 def check_heads() -> None:

@@ -19,7 +19,6 @@ from beam_rl.model.transformer_config import transformer_config  # noqa: E402
 from beam_rl.trainer import distributed  # noqa: E402
 from beam_rl.trainer.settings import Parallel  # noqa: E402
 
-SETTINGS = Mxfp8Settings()
 TOKENS, NARROW, WIDE = 64, 64, 128
 
 
@@ -27,7 +26,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def check(sequence_parallel: bool) -> None:
+def check(settings: Mxfp8Settings, sequence_parallel: bool) -> None:
     """Output and gradients of a column- and a row-parallel linear."""
     distributed.initialize(Parallel(tp=2), seed=0)
     rank, group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_group()
@@ -45,14 +44,14 @@ def check(sequence_parallel: bool) -> None:
         column = kind == "column"
         width, out = (NARROW, WIDE) if column else (WIDE, NARROW)
         x, weight = normal(TOKENS, 1, width, seed=1).requires_grad_(), normal(out, width, seed=2).requires_grad_()
-        expected, grad = mxfp8.linear(x, weight, SETTINGS), normal(TOKENS, 1, out, seed=3)
+        expected, grad = mxfp8.linear(x, weight, settings), normal(TOKENS, 1, out, seed=3)
         expected.backward(grad)
         with cpu.cuda_as_cpu():
             if column:
                 layer = BeamColumnParallelLinear(width, out, gather_output=False, **options)
             else:
                 layer = BeamRowParallelLinear(width, out, input_is_parallel=True, **options)
-        layer.mxfp8 = SETTINGS
+        layer.mxfp8 = settings
         whole = SimpleNamespace(x=x.detach(), out=expected.detach(), grad=grad, x_grad=x.grad, weight_grad=weight.grad)
         # Which dimension of the input and of the output the ranks split, if any.
         tokens = 0 if sequence_parallel else None
@@ -62,7 +61,7 @@ def check(sequence_parallel: bool) -> None:
         with cpu.cuda_as_cpu():
             found, _ = layer(mine)
             found.backward(part(whole.grad, outof, rank))
-        name = f"{kind}, sequence_parallel={sequence_parallel}"
+        name = f"{kind}, activations={settings.activations}, sequence_parallel={sequence_parallel}"
         for what, actual, wanted in (
             ("output", found, part(whole.out, outof, rank)),
             ("input's gradient", mine.grad, part(whole.x_grad, into, rank)),
@@ -79,6 +78,7 @@ def part(x: torch.Tensor, dim: int | None, rank: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    for each in (True, False):
-        check(each)
+    for activations in (True, False):
+        for each in (True, False):
+            check(Mxfp8Settings(activations=activations), each)
     dist.destroy_process_group()

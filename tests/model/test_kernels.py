@@ -15,7 +15,9 @@ import torch
 CHECKS = Path(__file__).with_name("kernel_checks.py")
 
 
-@pytest.mark.parametrize("name", ["norm", "boundary", "swiglu", "combine", "spread", "heads", "gate", "head"])
+@pytest.mark.parametrize(
+    "name", ["norm", "boundary", "swiglu", "combine", "spread", "experts", "gradients", "heads", "gate", "head"]
+)
 def test_a_kernel_is_its_definition(name: str) -> None:
     environment = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
     result = subprocess.run(

@@ -222,3 +222,71 @@ def test_experts_quantise_what_their_settings_say() -> None:
         gate, up = numerics.expert_linear(first(x), first(gate_up), ends).chunk(2, -1)
         expected = numerics.expert_linear(second(numerics.swiglu(gate, up)), second(down), ends)
         torch.testing.assert_close(fused.experts_mlp(x, gate_up, down, ends, settings), expected)
+
+
+WEIGHTS = Mxfp8Settings(activations=False)
+
+
+@dtypes
+@scalings
+def test_with_weights_only_nothing_but_the_weight_is_rounded(scaling: str, dtype: torch.dtype) -> None:
+    """x's gradient comes through the forward pass's rounded weight, and the weight's own as if it were not rounded."""
+    x, weight = normal(2, 35, 96).to(dtype), normal(64, 96, seed=1).to(dtype)
+    settings = Mxfp8Settings(scaling, activations=False)
+    found = run(lambda x, w: mxfp8.linear(x, w, settings), x, weight)
+    exact, grad = mxfp8.round_trip(weight, scaling).double(), normal(2, 35, 64, seed=9).to(dtype).double()
+    expected = (x.double() @ exact.t(), grad @ exact, grad.flatten(0, 1).t() @ x.double().flatten(0, 1))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == dtype
+        assert_rounded_once(ours, theirs)
+
+
+@dtypes
+@scalings
+def test_with_weights_only_experts_multiply_with_rounded_weights(scaling: str, dtype: torch.dtype) -> None:
+    ends = torch.tensor([5, 5, 50, 97], dtype=torch.int32)  # the second expert has no rows
+    x, weight = normal(97, 64).to(dtype), normal(4, 32, 64, seed=1).to(dtype)
+    settings = Mxfp8Settings(scaling, activations=False)
+    out, x_grad, weight_grad = run(lambda x, w: mxfp8.grouped_linear(x, w, ends, settings), x, weight)
+    assert (out.dtype, x_grad.dtype, weight_grad.dtype) == (torch.float32, dtype, dtype)
+    exact, grad = mxfp8.round_trip(weight, scaling).double(), normal(97, 32, seed=9).double()
+    for expert, rows in enumerate((slice(0, 5), slice(5, 5), slice(5, 50), slice(50, 97))):
+        assert_rounded_once(out[rows], x[rows].double() @ exact[expert].t())
+        assert_rounded_once(x_grad[rows], grad[rows] @ exact[expert])
+        assert_rounded_once(weight_grad[expert], grad[rows].t() @ x[rows].double())
+
+
+def assert_rounded_once(x: Tensor, exact: Tensor) -> None:
+    """x is what a GEMM with float32 sums and one rounding to its type gives."""
+    torch.testing.assert_close(x.double(), exact, rtol=0.502 * torch.finfo(x.dtype).eps, atol=2e-5)
+
+
+def test_with_weights_only_the_plain_linear_of_rounded_weights_is_the_same_bit_for_bit() -> None:
+    """What the rollout computes: its weights were rounded before they came."""
+    x, weight = normal(40, 1, 96).bfloat16(), normal(64, 96, seed=1).bfloat16()
+    ends, experts = torch.tensor([5, 5, 40], dtype=torch.int32), normal(3, 64, 96, seed=2).bfloat16()
+    sent = {
+        "model.layers.0.self_attn.q_proj.weight": weight,
+        "model.layers.1.mlp.experts.0.up_proj.weight": experts,
+        "model.norm.weight": x[0, 0],
+    }
+    q, up, norm = dict(mxfp8.round_covered(sent.items(), WEIGHTS)).values()
+    assert (q.dtype, up.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(norm, x[0, 0])
+    assert torch.equal(mxfp8.linear(x, weight, WEIGHTS), x @ q.t())
+    assert torch.equal(mxfp8.linear(x, q, WEIGHTS), x @ q.t()), "rounding again changes nothing"
+    found = mxfp8.grouped_linear(x[:, 0], experts, ends, WEIGHTS)
+    assert torch.equal(found, numerics.expert_linear(x[:, 0], up, ends))
+
+
+def test_with_weights_only_the_rounded_weight_is_not_kept_for_the_backward_pass() -> None:
+    kept: set[int] = set()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.add(tensor.data_ptr())
+        return tensor
+
+    x, weight = normal(8, 64).requires_grad_(), normal(32, 64, seed=1).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        mxfp8.linear(x, weight, WEIGHTS)
+    assert kept == {x.data_ptr(), weight.data_ptr()}

@@ -5,14 +5,18 @@ vLLM keeps one engine's process groups in a process, so an engine lives for one 
 prefill is always chunked; all sequences of a test together do not fit the KV cache, so some are preempted.
 """
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from beam_rl.model.checkpoint import save_hf
@@ -160,3 +164,23 @@ def other_scores(
     folder = tmp_path_factory.mktemp("other") / "model"
     save_hf(folder, load_config(golden("tiny")), other_weights.items())
     return score(folder, torch.tensor(prompts), "float32")["token_logprobs"]
+
+
+@pytest.fixture
+def trainer_scores(
+    golden: Golden, prompts: list[list[int]], tmp_path: Path
+) -> Callable[[Mxfp8Settings, Any], dict[str, Tensor]]:
+    """Scores the prompts under the tiny model by a trainer in MXFP8, given routes [prompts, tokens, layers, topk].
+
+    `replayed` float32 [prompts, tokens - 1] follows the routes; `routes` is what the trainer would have chosen.
+    """
+
+    def run(settings: Mxfp8Settings, routes: Any) -> dict[str, Tensor]:
+        given, out = tmp_path / "given.safetensors", tmp_path / "scores.safetensors"
+        save_file({"tokens": torch.tensor(prompts), "routes": torch.from_numpy(np.ascontiguousarray(routes))}, given)
+        script = Path(__file__).with_name("mxfp8_trainer.py")
+        arguments = [str(golden("tiny")), json.dumps(settings.to_dict()), str(given), str(out)]
+        subprocess.run([sys.executable, str(script), *arguments], check=True)
+        return load_file(out)
+
+    return run

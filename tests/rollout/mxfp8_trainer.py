@@ -1,9 +1,11 @@
-"""Run by `test_mxfp8.py` in a process of its own: a trainer in MXFP8 scores prompts with the rollout's routes.
+"""Run by `trainer_scores` in a process of its own: a trainer in MXFP8 scores prompts with the rollout's routes.
 
-Arguments: checkpoint folder; a file with `tokens` int64 [B, S] and `routes` uint8 [B, S, layers, topk]; a file for
-`replayed` float32 [B, S - 1] and `routes` int16 [B, S, layers, topk], the router's own choice.
+Arguments: checkpoint folder; MXFP8 settings as JSON; a file with `tokens` int64 [B, S] and `routes` uint8
+[B, S, layers, topk]; a file for `replayed` float32 [B, S - 1] and `routes` int16 [B, S, layers, topk], the router's own
+choice.
 """
 
+import json
 import sys
 
 import torch
@@ -15,9 +17,10 @@ from beam_rl.trainer.engine import EngineConfig, Sequence, TrainerEngine
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    model, given, out = sys.argv[1:]
+    model, settings, given, out = sys.argv[1:]
     inputs = load_file(given)
-    engine = TrainerEngine(EngineConfig(dtype="float32", optimizer=None, mxfp8=Mxfp8Settings()))
+    mxfp8 = Mxfp8Settings(**json.loads(settings))
+    engine = TrainerEngine(EngineConfig(dtype="float32", optimizer=None, mxfp8=mxfp8))
     engine.build(load_config(model))
     engine.load_hf(model)
     samples = [

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from beam_rl.model import mxfp8
+from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.config import load_config
 from beam_rl.model.errors import BadInput
 from beam_rl.model.mxfp8_config import Mxfp8Settings
@@ -121,3 +122,43 @@ def test_the_rollouts_weights_are_half_the_bytes_of_bfloat16(engine_for: EngineF
             assert torch.equal(values, mxfp8.round_trip(tensor, "rceil")), name
         else:
             assert torch.equal(sent[name], tensor), name
+
+
+WEIGHTS = Mxfp8Settings(activations=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_weights_only_the_plain_model_with_the_rollouts_weights_is_the_same_bit_for_bit(
+    dtype: str, engine_for: EngineFor, samples, tmp_path
+) -> None:
+    """The rollout is such a model: it gets a checkpoint's tensors, in a checkpoint's types."""
+    engine = engine_for(dtype=dtype, mxfp8=WEIGHTS)
+    found = engine.forward_logprobs(samples, replay=False)
+    exported = {name: tensor.dtype for name, tensor in engine.export()}
+    assert {name: tensor.dtype for name, tensor in engine.rollout_weights()} == exported
+    save_hf(tmp_path / "served", engine.hf, engine.rollout_weights())
+    plain = engine_for(dtype=dtype)
+    unrounded = plain.forward_logprobs(samples, replay=False)
+    plain.load_hf(tmp_path / "served")
+    for ours, theirs, other in zip(found, plain.forward_logprobs(samples, replay=False), unrounded, strict=True):
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, other)
+
+
+def test_with_weights_only_gradients_are_those_of_the_rounded_model(
+    engine_for: EngineFor, samples, with_routes, weighted_loss, gradients, tmp_path
+) -> None:
+    """They pass through the rounding to the weights as they are, which the optimizer changes and an export holds."""
+    engine, plain = engine_for(mxfp8=WEIGHTS), engine_for()
+    before = {name: tensor.clone() for name, tensor in engine.export()}
+    save_hf(tmp_path / "served", engine.hf, engine.rollout_weights())
+    plain.load_hf(tmp_path / "served")
+    samples = with_routes(plain, samples)
+    for each in (engine, plain):
+        each.forward_backward(samples, weighted_loss)
+    found = gradients(engine)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.export())
+    assert engine.optimizer_step()["grad_norm"] > 0
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in engine.export())

@@ -1,0 +1,95 @@
+"""A training step's time, memory and kernels, measured alike for whoever computes it. Imports nothing but torch."""
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TOKENS = 8192
+"""In one sequence."""
+LAYERS, EXPERTS, TOPK = 24, 64, 8
+WARM_UP, REPETITIONS = 4, 10
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "sliding_window": 512,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * (LAYERS // 6),
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * (LAYERS - 3),
+    "moe_intermediate_size": 768,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": TOPK,
+    "n_group": 8,
+    "topk_group": 4,
+    "max_position_embeddings": 16_384,
+}
+"""Of a Beam with 7.2 B parameters, 1.63 B of them active for a token."""
+
+
+def tokens() -> torch.Tensor:
+    """int64 [TOKENS], the same for everybody."""
+    return torch.randint(0, SHAPE["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(0))
+
+
+def measure(name: str, model: torch.nn.Module, step: Callable[[], None], clear: Callable[[], None]) -> dict[str, float]:
+    """Measure forward and backward.
+
+    Args:
+        step: one forward and backward pass, which leaves gradients.
+        clear: forgets them; not part of the time.
+
+    Returns:
+        seconds: median of a step.
+        busy: seconds of a step in which a kernel runs, if one at a time does.
+        bytes: the most memory ever allocated at once, weights and gradients included.
+        parameters, active: how many.
+    """
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    everything = sum(sizes.values())
+    seconds = []
+    for repetition in range(WARM_UP + REPETITIONS):
+        if repetition == WARM_UP:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        clear()
+    peak = torch.cuda.max_memory_allocated()
+    return {
+        "seconds": statistics.median(seconds[WARM_UP:]),
+        "busy": _profile(name, step, clear),
+        "bytes": peak,
+        "parameters": everything,
+        "active": everything - experts + experts * TOPK / EXPERTS,
+    }
+
+
+def _profile(name: str, step: Callable[[], None], clear: Callable[[], None]) -> float:
+    """Seconds of all kernels of a step; the longest are listed in a file, if the environment names a folder OUT."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    clear()
+    kernels = [event for event in profiler.key_averages() if event.self_device_time_total]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in kernels)
+    lines = [f"{name}: {total / 1e3:.1f} ms in {sum(event.count for event in kernels)} kernels; ms, calls, name"]
+    lines += [f"{event.self_device_time_total / 1e3:8.2f} {event.count:6} {event.key[:150]}" for event in kernels[:40]]
+    if out := os.environ.get("OUT"):
+        Path(out, f"training-{name.replace(', ', '-').replace(' ', '-')}.txt").write_text("\n".join(lines) + "\n")
+    return total / 1e6

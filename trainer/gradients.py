@@ -1,0 +1,99 @@
+"""The gradient of one optimizer step, in Megatron's buffers, without its passes over memory that compute nothing.
+
+Megatron clears its buffers before a step and adds every gradient to them. Here a parameter's first gradient of a step
+is copied over what the last step left, so that nothing is read or cleared first; only what got no gradient at all is
+cleared, before the buffers are reduced over data-parallel ranks.
+"""
+# ruff: noqa: E402 (Megatron is imported after the CPU module had its say)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from beam_rl.trainer import cpu
+
+cpu.install()
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+if torch.cuda.is_available() or TYPE_CHECKING:
+    from beam_rl.model.kernels import gradients as kernels
+
+LARGE = 2**20
+"""Elements from which on a kernel of our own pays: PyTorch's mixed-dtype ones are slow, but launched sooner."""
+
+
+class GradientBuffers(DistributedDataParallel):
+    """Megatron's wrapper of a model whose `zero_grad_buffer` costs nothing.
+
+    Between `zero_grad_buffer` and `settle` the `main_grad` of a parameter that has no gradient yet is undefined.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: set[Tensor] = set()
+        """Parameters whose `main_grad` belongs to the step at hand."""
+
+    def _make_backward_post_hook(self, param: Any) -> Callable[..., None]:
+        """Megatron's, for this module's use of it: gradients are reduced when all micro batches are through."""
+
+        def hook(*_: Any) -> None:
+            grad, param.grad = param.grad, None
+            if grad is not None:
+                accumulate_(param.main_grad, grad, first=param not in self._held)
+                self._held.add(param)
+
+        return hook
+
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients."""
+        self._held.clear()
+        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            group.reset()
+
+    def settle(self) -> None:
+        """Make the gradient of every parameter that got none in this step 0."""
+        for param in self.params_with_grad:
+            if param not in self._held:
+                param.main_grad.zero_()
+                self._held.add(param)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Reduce the gradients over the data-parallel ranks."""
+        self.settle()
+        super().finish_grad_sync(force_all_reduce)
+
+
+def accumulate_(total: Tensor, grad: Tensor, *, first: bool) -> None:
+    """total += grad, or total = grad if it is the first; total is contiguous, of grad's shape, in any precision."""
+    mixed = total.dtype != grad.dtype
+    if mixed and grad.is_cuda and grad.numel() >= LARGE and grad.is_contiguous():
+        kernels.accumulate_(total, grad, first=first)
+    elif first:
+        total.copy_(grad)
+    else:
+        total.add_(grad)
+
+
+def data_parallel(transformer: Any, model: Any, *, dtype: torch.dtype = torch.float32) -> GradientBuffers:
+    """The model with its gradient buffers, laid out for the distributed optimizer.
+
+    Args:
+        dtype: of the gradients: float32, or the parameters' own.
+    """
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=dtype == torch.float32, use_distributed_optimizer=True)
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    layout = DistributedOptimizer.compute_full_param_layout(
+        [param for param in model.parameters() if param.requires_grad],
+        None,
+        replicas.size(),
+        config,
+        expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_group().size(),
+    )
+    return GradientBuffers(transformer, config, model, full_param_layout=layout)

@@ -1,0 +1,59 @@
+"""Device memory that is lent to somebody else for a while: the rollout, which shares the trainer's GPU.
+
+Megatron's own `offload_to_cpu` gives the optimizer tensors of their own when they return. A float32 parameter and its
+main parameter are one memory, so the router would from then on be trained in a copy that nobody reads. Here memory is
+freed and allocated again below the tensors: whatever was a view of it is one afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Parking:
+    """Memory of a set of tensors, on the device or on the host."""
+
+    def __init__(self) -> None:
+        self._host: dict[torch.UntypedStorage, Tensor] = {}
+        """Contents of the storages whose memory is free; pinned, where the device is a GPU."""
+        self._spare: dict[int, list[Tensor]] = {}
+        """Host buffers by size, kept because pinning memory is slow."""
+
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors' memory to the host and free it; until `unpark` they must not be touched."""
+        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        storages.pop(0, None)  # parked already, or empty
+        for storage in storages.values():
+            size = storage.nbytes()
+            spare = self._spare.get(size)
+            pin = storage.device.type == "cuda"
+            host = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+            host.copy_(_bytes(storage), non_blocking=True)
+            self._host[storage] = host
+        synchronize()
+        for storage in storages.values():
+            storage.resize_(0)
+
+    def unpark(self) -> None:
+        """Allocate the memory again, with its contents."""
+        for storage, host in self._host.items():
+            storage.resize_(host.numel())
+            _bytes(storage).copy_(host, non_blocking=True)
+        synchronize()
+        for host in self._host.values():
+            self._spare.setdefault(host.numel(), []).append(host)
+        self._host.clear()
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """The storage's memory as uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def synchronize() -> None:
+    """Wait until copies are done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
