@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,20 @@ from beam_rl import eval_server, lifetime, secret, watchdog
 from beam_rl.model.config import load_config
 from beam_rl.model.errors import BadInput
 from beam_rl.rollout import serve_settings, swap_stage
+from beam_rl.rollout.drafter import check_drafter
 from beam_rl.rollout.profile import CPU_ENVIRONMENT, Device
 from beam_rl.rollout.serve_profile import ServeProfile
 from beam_rl.rollout.serve_settings import ServeSettings, write_private
 
 GUARD = "beam_rl.rollout.serve_guard.Guard"
-OURS = ("model", "host", "port", "middleware", "api_key", "weight_transfer_config", "scheduling_policy", "uds")
+OURS = (
+    "model", "host", "port", "middleware", "api_key", "weight_transfer_config", "scheduling_policy", "uds",
+    "worker_extension_cls",
+)  # fmt: skip
 """vLLM arguments that are not to be given with --engine."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", ".*")
 """Files of a checkpoint folder that the server's own copy of it leaves out."""
+DRAFT_TOKENS = 7
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -40,17 +46,17 @@ def run(options: argparse.Namespace) -> int:
         raise BadInput(f"--port {options.port}: give a number from 1 to 65535.")
     if options.max_body < 1 or not options.body_timeout > 0:
         raise BadInput("--max-body and --body-timeout must be positive.")
-    profile = ServeProfile.named(options.profile)
+    where = eval_server.device()
+    profile = _profile(options, where)
     extra = dict(map(eval_server.parsed, options.engine))
     for name in OURS:
         if name in extra:
             raise BadInput(f"--engine {name}: is beam-rl's to set.")
     admin = secret.read("--admin-token-file", options.admin_token_file, secret.ADMIN_VARIABLE)
     key = secret.read("--api-key-file", options.api_key_file, secret.KEY_VARIABLE)
-    where = eval_server.device()
     arguments, lost = profile.engine_args(where)
     for line in lost:
-        say(f"not on this platform: {line}")
+        say(f"not in effect: {line}")
     if admin is None:
         say("no admin token: nothing but the data plane answers, and the weights cannot be exchanged")
     if not _loopback(options.host) and key is None:
@@ -62,7 +68,23 @@ def run(options: argparse.Namespace) -> int:
                 settings[name] = str(folder / name)
         ServeSettings(**settings).write(folder / "serve.json")
         command = _command(options, folder, settings, arguments | extra)
-        return _supervise(command, _environment(where, folder), f"http://{_connectable(options.host)}:{options.port}")
+        environment = _environment(where, folder) | profile.environment(where)
+        return _supervise(command, environment, f"http://{_connectable(options.host)}:{options.port}")
+
+
+def _profile(options: argparse.Namespace, where: Device) -> ServeProfile:
+    """The profile with what only this command line knows. Raises BadInput."""
+    profile = ServeProfile.named(options.profile)
+    if options.drafter is not None:
+        # A profile without a number of draft tokens takes as many as the reference's drafters are made for.
+        profile = replace(profile, drafter=str(options.drafter), draft_tokens=profile.draft_tokens or DRAFT_TOKENS)
+    if options.moe_configs is not None:
+        profile = replace(profile, moe_configs=str(options.moe_configs.resolve()))
+    if profile.moe_configs is not None and not Path(profile.moe_configs).is_dir():
+        raise BadInput(f"moe_configs {profile.moe_configs}: no such folder; `beam-rl tune-moe` writes one.")
+    if profile.drafter is not None and where == "gpu":
+        check_drafter(Path(profile.drafter), load_config(options.model))
+    return profile
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The options of `beam-rl serve` and `beam-rl swap`."""
+"""The options of `beam-rl serve`, `beam-rl swap` and `beam-rl tune-moe`."""
 
 import argparse
 from pathlib import Path
@@ -8,9 +8,10 @@ from beam_rl import secret
 
 
 def add_commands(commands: Any) -> None:
-    """Declare both commands."""
+    """Declare the commands."""
     _add_serve(commands)
     _add_swap(commands)
+    _add_tune(commands)
 
 
 def _add_serve(commands: Any) -> None:
@@ -21,7 +22,11 @@ def _add_serve(commands: Any) -> None:
         epilog="The admin token opens everything beyond the data plane, for `beam-rl swap`; without one it is closed.",
     )
     serve.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder")
-    serve.add_argument("--profile", default="beam", metavar="P", help="beam (the default), or a YAML file")
+    serve.add_argument(
+        "--profile", default="beam", metavar="P", help="beam (the default), latency, throughput, or a YAML file"
+    )
+    serve.add_argument("--drafter", type=Path, metavar="DIR", help="a DFlash2 drafter of this model, to speculate with")
+    serve.add_argument("--moe-configs", type=Path, metavar="DIR", help="what `beam-rl tune-moe` wrote for this card")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--name", help="the model's name in requests; default: the folder's")
@@ -68,6 +73,22 @@ def _add_swap(commands: Any) -> None:
     swap.set_defaults(run=_swap)
 
 
+def _add_tune(commands: Any) -> None:
+    tune = commands.add_parser(
+        "tune-moe",
+        help="tune vLLM's MoE kernel for a model on this GPU",
+        description="Time tile sizes of vLLM's MoE kernel for a model's shape on this GPU, and write the table that "
+        "vLLM looks up, for `beam-rl serve --moe-configs DIR` and VLLM_TUNED_CONFIG_FOLDER=DIR.",
+        epilog="A second run finds the kernels that the first compiled, and tries more in the same time.",
+    )
+    tune.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder; only its config.json is read")
+    tune.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of tables, one a shape and card")
+    tune.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="devices of the layout (1)")
+    tune.add_argument("--expert-parallel", action="store_true", help="whole experts a device, not a part of each")
+    tune.add_argument("--seconds", type=float, default=60, metavar="S", help="time for everything (60)")
+    tune.set_defaults(run=_tune)
+
+
 def _serve(options: argparse.Namespace) -> int:
     from beam_rl import serve_command
 
@@ -78,3 +99,9 @@ def _swap(options: argparse.Namespace) -> int:
     from beam_rl import swap_command
 
     return swap_command.run(options)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from beam_rl import tune_command
+
+    return tune_command.run(options)

@@ -17,6 +17,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from beam_rl.rollout.active import announce
 from beam_rl.rollout.serve_admin import PREFIX, answer
 from beam_rl.rollout.serve_settings import ServeSettings
 from beam_rl.rollout.serve_versions import Spans
@@ -69,7 +70,9 @@ class Guard:
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Take hold of the engine before the first request is accepted."""
         try:
-            await self.control.start(scope["app"].state.engine_client)
+            engine = scope["app"].state.engine_client
+            await self.control.start(engine)
+            await announce(engine)
         except Exception as error:
             await receive()
             await send({"type": "lifespan.startup.failed", "message": f"{type(error).__name__}: {error}"})
