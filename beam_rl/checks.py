@@ -119,7 +119,6 @@ def supported(recipe: Recipe) -> None:
     """Combinations that train wrongly, or that this version does not do."""
     trainer, generator = recipe.trainer, recipe.generator
     sampling = generator.sampling_params
-    rollout = generator.inference_engine
     refusals = {
         "generator.sampling_params.top_p": (sampling.top_p != 1.0, sampling.top_p, "1.0"),
         "generator.sampling_params.top_k": (sampling.top_k not in (-1, 0), sampling.top_k, "-1"),
@@ -162,7 +161,6 @@ def supported(recipe: Recipe) -> None:
     if trainer.logger == "wandb" and not offline and not os.environ.get("WANDB_API_KEY"):
         raise BadInput("trainer.logger=wandb: set WANDB_API_KEY, or WANDB_MODE=offline.")
     for key, on in {
-        "trainer.placement.colocate_all": trainer.placement.colocate_all,
         "trainer.fully_async.enabled": trainer.fully_async.enabled,
         "generator.step_wise_trajectories": generator.step_wise_trajectories,
         "generator.apply_overlong_filtering": generator.apply_overlong_filtering and recipe.beam.overlong is not None,
@@ -177,6 +175,12 @@ def supported(recipe: Recipe) -> None:
     }.items():
         if on:
             raise BadInput(f"{key}: this version cannot do it. Remove it.")
+    placement(recipe)
+
+
+def placement(recipe: Recipe) -> None:
+    """Which processes there are, and which of them share devices."""
+    trainer, rollout = recipe.trainer, recipe.generator.inference_engine
     processes = {
         "trainer.placement.policy_num_nodes": trainer.placement.policy_num_nodes,
         "trainer.placement.policy_num_gpus_per_node": trainer.placement.policy_num_gpus_per_node,
@@ -189,6 +193,19 @@ def supported(recipe: Recipe) -> None:
             raise BadInput(
                 f"{key}={count}: beam.device=cpu runs one trainer process and one engine process. Set it to 1."
             )
+    if not trainer.placement.colocate_all:
+        return
+    key = "trainer.placement.colocate_all=true"
+    if recipe.beam.device == "cpu":
+        raise BadInput(f"{key}: there is no GPU to share with beam.device=cpu. Remove it.")
+    sizes = (rollout.tensor_parallel_size, rollout.pipeline_parallel_size, rollout.data_parallel_size)
+    engines = rollout.num_engines * math.prod(sizes)
+    if engines != recipe.world_size:
+        raise BadInput(
+            f"{key}: trainer and rollout share all GPUs, but trainer.placement has {recipe.world_size} and "
+            f"generator.inference_engine (num_engines x tensor x pipeline x data parallel) {engines}. "
+            "Make them equal, or set colocate_all=false."
+        )
 
 
 def arithmetic(recipe: Recipe) -> None:
@@ -197,14 +214,20 @@ def arithmetic(recipe: Recipe) -> None:
         chosen = precision.chosen(recipe)
     except BadInput as error:
         raise BadInput(f"beam.{error}") from error
-    try:
-        precision.engine_arguments(recipe, recipe.beam.precision)
-    except BadInput as error:
-        raise BadInput(f"beam.precision={recipe.beam.precision}: {error}") from error
-    if recipe.beam.tiny is not None and (chosen.lora or chosen.mxfp8):
+    rollout_arithmetic(recipe, recipe.beam.precision)
+    tiny = recipe.beam.tiny
+    if tiny is not None and (chosen.lora or chosen.mxfp8 or tiny.architecture):
         from beam_rl.tiny import architecture
 
-        fits(recipe, architecture())
+        fits(recipe, architecture(changes=tiny.architecture))
+
+
+def rollout_arithmetic(recipe: Recipe, name: str) -> None:
+    """A precision that the rollout does not have on the recipe's device."""
+    try:
+        precision.engine_arguments(recipe, name)
+    except BadInput as error:
+        raise BadInput(f"beam.precision={name}: {error}") from error
 
 
 def engine(recipe: Recipe) -> None:

@@ -78,7 +78,7 @@ class BeamExperiment(BasePPOExp):
         self.observer = observer
         self.cfg = config
         self.tokenizer = tokenizer
-        self.colocate_pg = None
+        self.colocate_pg = servers.placement
         self.trainer: BeamTrainer | None = None
 
     def get_tracker(self) -> RunTracking:
@@ -105,7 +105,7 @@ class BeamExperiment(BasePPOExp):
         return generator
 
     def _setup_trainer(self) -> RayPPOTrainer:
-        """The policy starts first, beside the servers; the trainer gets client and generator when those answer."""
+        """The policy starts beside the servers, or after them where they share GPUs: both measure free memory."""
         Path(self.cfg.trainer.ckpt_path).mkdir(parents=True, exist_ok=True)
         trainer = BeamTrainer(
             self.recipe,
@@ -117,6 +117,7 @@ class BeamExperiment(BasePPOExp):
             eval_dataset=self.held_out,
             inference_engine_client=None,
             generator=None,
+            colocate_pg=self.colocate_pg,
         )
         self.trainer = trainer
         beam = self.recipe.beam
@@ -125,8 +126,9 @@ class BeamExperiment(BasePPOExp):
             run_dir, note, every = self.recipe.run_dir, self.observer.note, beam.publish_every
             trainer.publisher = publish.Publisher(beam.endpoints, token, run_dir, note, every=every)
         arithmetic = precision.chosen(self.recipe)
+        client = None if self.colocate_pg is None else self.servers.client(self.tokenizer)
         trainer.build_models(policy_worker(arithmetic), None, reference_worker(arithmetic))
-        client = self.servers.client(self.tokenizer)
+        client = client or self.servers.client(self.tokenizer)
         trainer.inference_engine_client = client
         trainer.dispatch.set_inference_engine_client(client)
         trainer.generator = self.get_generator(self.cfg, self.tokenizer, client)

@@ -1,6 +1,6 @@
 """The `beam:` section of a recipe: what SkyRL has no key for. Every field says its unit and meaning."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -60,6 +60,9 @@ class TinySettings(Section):
     Stands in for `trainer.policy.model.path`, `data.train_data` and `data.val_data`, which must then be absent.
     """
 
+    architecture: dict[str, Any] = {}
+    """What differs from the tiny architecture (`beam_rl/tiny.py`), by the names in a Beam's config.json; for a GPU,
+    which the tiny one does not fill."""
     cache_dir: str = "~/.cache/beam-rl/tiny"
     """Folder in which finished warm-ups are kept, one subfolder for each different set of settings."""
     train_problems: int = Field(default=5000, gt=0)
@@ -111,10 +114,12 @@ class Mxfp8Section(Section):
     """Rounding of a block's scale: `rceil` never overflows, as NVIDIA's libraries; `floor` is the OCP's."""
     exclude: list[str] = []
     """Projections to leave in bf16, by parts of their names. Router, norms, embedding and LM head always are."""
+    activations: bool = True
+    """Also quantise activations and gradients. False: weights only, which rollouts on a GPU can follow."""
 
     def config(self) -> Mxfp8Settings:
         """Both sides' form. Raises BadInput naming the field."""
-        return Mxfp8Settings(scaling=self.scaling, exclude=tuple(self.exclude))
+        return Mxfp8Settings(scaling=self.scaling, exclude=tuple(self.exclude), activations=self.activations)
 
 
 class BeamSettings(Section):

@@ -5,10 +5,11 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial as bind
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
@@ -17,6 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from beam_rl import __version__
 from beam_rl.evals import arithmetic
 from beam_rl.evals.arithmetic import ArithmeticSpec, Problem, generate, parse, solution, write_rows
+from beam_rl.model.errors import BadInput
 from beam_rl.settings import TinySettings
 
 if TYPE_CHECKING:
@@ -65,6 +67,9 @@ ARCHITECTURE: dict[str, Any] = {
     "eos_token_id": VOCABULARY["<eos>"],
 }
 """1.5 M parameters with every feature of Beam: both attention kinds, both MLP kinds, group-limited routing."""
+
+FIXED = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
+"""What the tokenizer decides."""
 
 SLIPS = (-10, -2, -1, 1, 2, 10)
 """What a slip adds to the answer."""
@@ -115,7 +120,8 @@ def build(folder: Path, settings: TinySettings, seed: int, dtype: Dtype, progres
     write_rows(folder / "held_out.jsonl", split.held_out)
     from beam_rl.model.checkpoint import save_hf
 
-    config, encoder = architecture(dtype), tokenizer()
+    config = architecture(dtype, settings.architecture)
+    encoder = tokenizer(config.max_position_embeddings)
     encoder.save_pretrained(folder / "tokenizer")
     engine = warm_up(config, encoder, split.train, settings, seed, dtype, folder / "initial", progress)
     save_hf(folder / "model", config, engine.export(), copy_from=folder / "tokenizer")
@@ -123,11 +129,20 @@ def build(folder: Path, settings: TinySettings, seed: int, dtype: Dtype, progres
     (folder / "settings.json").write_text(settings.model_dump_json(indent=1), encoding="utf-8")
 
 
-def architecture(dtype: Dtype = "bfloat16") -> "BeamConfig":
-    """The tiny model's configuration."""
+def architecture(dtype: Dtype = "bfloat16", changes: Mapping[str, Any] = MappingProxyType({})) -> "BeamConfig":
+    """The tiny model's configuration, with changes to it by name. Raises BadInput."""
+    from huggingface_hub.errors import StrictDataclassError
+
     from beam_rl.model.config import BeamConfig
 
-    return BeamConfig(**ARCHITECTURE, architectures=["BeamForCausalLM"], dtype=dtype)
+    for name in changes:
+        if name not in ARCHITECTURE or name in FIXED:
+            known = ", ".join(key for key in ARCHITECTURE if key not in FIXED)
+            raise BadInput(f"beam.tiny.architecture.{name}: cannot be set. These can: {known}.")
+    try:
+        return BeamConfig(**ARCHITECTURE | dict(changes), architectures=["BeamForCausalLM"], dtype=dtype)
+    except (BadInput, StrictDataclassError) as error:
+        raise BadInput(f"beam.tiny.architecture: {' '.join(str(error).split())}") from error
 
 
 def task(settings: TinySettings) -> ArithmeticSpec:
@@ -138,8 +153,8 @@ def task(settings: TinySettings) -> ArithmeticSpec:
     )
 
 
-def tokenizer() -> "PreTrainedTokenizerFast":
-    r"""One token a character, `\boxed{` being one, with a chat template."""
+def tokenizer(longest: int = ARCHITECTURE["max_position_embeddings"]) -> "PreTrainedTokenizerFast":
+    r"""One token a character, `\boxed{` being one, with a chat template; for sequences of up to `longest` tokens."""
     from transformers import PreTrainedTokenizerFast
 
     model = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
@@ -153,7 +168,7 @@ def tokenizer() -> "PreTrainedTokenizerFast":
         unk_token="<unk>",
         additional_special_tokens=["<|user|>", "<|assistant|>"],
         chat_template=CHAT_TEMPLATE,
-        model_max_length=ARCHITECTURE["max_position_embeddings"],
+        model_max_length=longest,
         clean_up_tokenization_spaces=False,
     )
 

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 
 class PolicyWorkerBase(BeamPolicyWorkerBase):
-    """The policy, which also knows this project's weight transfer: SkyRL's own are for GPUs."""
+    """The policy, which also knows this project's weight transfer: SkyRL's own (NCCL, CUDA IPC) are for GPUs."""
 
     async def init_weight_sync_state(self, inference_engine_client: Any, inference_engine_cfg: Any) -> None:
         """Meet the rollout over the weight-transfer backend that its engines were configured with."""
-        backend = inference_engine_cfg.engine_init_kwargs["weight_transfer_config"]["backend"]
-        if backend != transfer.BACKEND:
+        chosen = inference_engine_cfg.engine_init_kwargs.get("weight_transfer_config")
+        if chosen is None or chosen["backend"] != transfer.BACKEND:
+            self.fused_experts = chosen is not None and chosen["backend"].startswith("beam_")
             await super().init_weight_sync_state(inference_engine_client, inference_engine_cfg)
             return
         from skyrl.backends.skyrl_train.weight_sync.control_plane import SkyrlWeightSyncClient

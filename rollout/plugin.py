@@ -7,7 +7,7 @@ ARCHITECTURE = "BeamForCausalLM"
 
 
 def register() -> None:
-    """`vllm.general_plugins`: Beam's configuration, the portable model, the weight transport. Idempotent.
+    """`vllm.general_plugins`: Beam's configuration, the portable model, weight transports. Idempotent.
 
     The model is registered only where vLLM has no Beam of its own, or one that cannot run here: vLLM's is for NVIDIA.
     """
@@ -16,15 +16,21 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     from beam_rl.model import config
-    from beam_rl.rollout.transfer import BACKEND
+    from beam_rl.rollout.transfer import BACKEND, IPC_BACKEND, NCCL_BACKEND
 
     config.register()
     known = ModelRegistry.models.get(ARCHITECTURE)
     native = getattr(known, "module_name", "").startswith("vllm.")
     if known is None or (native and not current_platform.is_cuda()):
         ModelRegistry.register_model(ARCHITECTURE, "beam_rl.rollout.portable:BeamForCausalLM")
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "beam_rl.rollout.receive", "ShmReceiver")
+    receivers = {
+        BACKEND: ("beam_rl.rollout.receive", "ShmReceiver"),
+        IPC_BACKEND: ("beam_rl.rollout.receive_gpu", "IPCReceiver"),
+        NCCL_BACKEND: ("beam_rl.rollout.receive_gpu", "NCCLReceiver"),
+    }
+    for name, (module, receiver) in receivers.items():
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, module, receiver)
     if BACKEND not in WeightTransferTrainerFactory._registry:
         WeightTransferTrainerFactory.register_engine(BACKEND, "beam_rl.rollout.transfer", "ShmTrainer")
 

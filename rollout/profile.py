@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from beam_rl.model.errors import BadInput
 from beam_rl.model.mxfp8_config import Mxfp8Settings
-from beam_rl.rollout.transfer import BACKEND
+from beam_rl.rollout.transfer import BACKEND, NCCL_BACKEND
 
 Device = Literal["cpu", "gpu"]
 _PLACE = "generator.inference_engine"
@@ -22,8 +22,9 @@ MXFP8_KEY = "beam_mxfp8"
 class EngineProfile:
     """Arguments of a vLLM engine on one kind of device, by the names of vLLM's `EngineArgs`."""
 
-    weight_transfer: str
-    """Backend that brings the trainer's weights, by its name in vLLM's factories."""
+    weight_transfer: str | None = None
+    """Backend that brings the trainer's weights, by its name in vLLM's factories. None: it depends on where the
+    trainer is."""
     block_size: int | None = None
     """Tokens of a KV-cache block; only full blocks are shared between prompts. None: vLLM's choice."""
     kv_cache_memory_bytes: int | None = None
@@ -37,11 +38,11 @@ class EngineProfile:
             "block_size": self.block_size,
             "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
             "disable_hybrid_kv_cache_manager": self.disable_hybrid_kv_cache_manager,
+            "weight_transfer_config": self.weight_transfer and {"backend": self.weight_transfer},
         }
         return {
             # Log-probs of the distribution that is sampled from, temperature included: what the trainer computes too.
             "logprobs_mode": "processed_logprobs",
-            "weight_transfer_config": {"backend": self.weight_transfer},
         } | {name: value for name, value in sized.items() if value is not None}
 
 
@@ -52,7 +53,7 @@ PROFILES: dict[Device, EngineProfile] = {
         kv_cache_memory_bytes=2**30,
         disable_hybrid_kv_cache_manager=True,
     ),
-    "gpu": EngineProfile(weight_transfer="skyrl_nccl"),
+    "gpu": EngineProfile(),
 }
 
 CPU_ENVIRONMENT = {
@@ -65,22 +66,32 @@ CPU_ENVIRONMENT = {
 """Environment of a process that builds a CPU engine, set before vLLM is imported."""
 
 
-def engine_init_kwargs(device: Device, mxfp8: Mxfp8Settings | None = None) -> dict[str, Any]:
+def engine_init_kwargs(
+    device: Device, mxfp8: Mxfp8Settings | None = None, *, colocated: bool | None = None
+) -> dict[str, Any]:
     """The `generator.inference_engine.engine_init_kwargs` that SkyRL hands to vLLM.
 
     Args:
-        mxfp8: run the projections in MXFP8, as the trainer does.
+        mxfp8: run the projections in MXFP8, as the trainer does. With weights only the engine is a plain one: what it
+            loads must be rounded already. The trainer sends such weights (`TrainerEngine.rollout_weights`), for the
+            first time before the first rollout (SkyRL's `RayPPOTrainer.train`); a checkpoint for an engine without a
+            trainer is written by `trainer.responses.write_served`.
+        colocated: whether a trainer on the same GPUs will send weights, or one on others; None: neither. On the same
+            GPUs SkyRL's CUDA IPC is used, unless the recipe names `beam_ipc` (`receive_gpu`).
 
     Raises:
-        BadInput: MXFP8 on a GPU.
+        BadInput: MXFP8 on a GPU, other than of weights only.
     """
     args = PROFILES[device].engine_args()
-    if mxfp8 is not None:
+    if device == "gpu" and colocated is False:
+        args["weight_transfer_config"] = {"backend": NCCL_BACKEND}  # SkyRL's would wait forever at its second transfer
+    if mxfp8 is not None and mxfp8.activations:
         if device == "gpu":
             raise BadInput(
                 "MXFP8 rollouts on a GPU are not done yet: where there are no MX units vLLM quantises the weights only "
                 "(Marlin, W8A16), and nobody has shown that its MXFP8 is the trainer's where there are. Log-probs "
-                "would be of another model than the one trained. Train in bf16."
+                "would be of another model than the one trained. Quantise weights only on both sides "
+                "(beam.mxfp8.activations=false), or train in bf16."
             )
         args["additional_config"] = {MXFP8_KEY: mxfp8.to_dict()}
     # SkyRL turns sleep on where trainer and rollout share devices; vLLM's CPU platform has none.

@@ -80,6 +80,11 @@ def _sample(output: Any, capture: bool, seconds: float) -> Sample:
     )
 
 
+def _stream(output: Any) -> torch.Tensor:
+    """The residual stream in a layer's output; vLLM's own Beam adds the next layer's normalised input."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 def _hidden(engine: Any, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
     """Outputs of all layers, [layers, tokens, hidden], in one pass over a sequence without cached prefixes."""
     from vllm import SamplingParams
@@ -87,7 +92,7 @@ def _hidden(engine: Any, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
     model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
     kept: list[torch.Tensor] = []
     hooks = [
-        layer.register_forward_hook(lambda _module, _inputs, output: kept.append(output.float().cpu()))
+        layer.register_forward_hook(lambda _module, _inputs, output: kept.append(_stream(output).float().cpu()))
         for layer in model.model.layers
     ]
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from beam_rl import checks, recipe
+from beam_rl import checks, precision, recipe
 from beam_rl.cli import main
 from beam_rl.model.errors import BadInput
 
@@ -32,6 +32,17 @@ def test_a_sparse_recipe_has_the_published_dapo_defaults(tmp_path: Path) -> None
     assert (loaded.beam.overlong.buffer, loaded.beam.overlong.factor) == (4096, 1.0)
     assert loaded.beam.r3
     assert loaded.generator.inference_engine.enable_return_routed_experts
+
+
+def test_mxfp8_of_weights_only_asks_nothing_of_an_engine_on_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("beam: {tiny: {}, device: gpu, precision: mxfp8, mxfp8: {activations: false, scaling: floor}}")
+    loaded = recipe.load(path)
+    checks.arithmetic(loaded)
+    chosen = precision.chosen(loaded).mxfp8
+    assert chosen is not None
+    assert (chosen.scaling, chosen.activations) == ("floor", False)
+    assert precision.engine_arguments(loaded, "mxfp8") == precision.engine_arguments(loaded, "bf16")
 
 
 def test_overrides_win_over_the_file(content: dict[str, Any], write: Any) -> None:
@@ -106,7 +117,7 @@ MISTAKES = [
     (["trainer.strategy=fsdp"], r"trainer\.strategy"),
     (["trainer.ckpt_path=/tmp/x"], r"trainer\.ckpt_path.*beam\.run_dir"),
     (["generator.sampling_params.top_p=0.9"], r"top_p=0\.9"),
-    (["trainer.placement.colocate_all=true"], r"colocate_all"),
+    (["trainer.placement.colocate_all=true"], r"colocate_all=true: there is no GPU to share"),
     (["generator.inference_engine.engine_init_kwargs.logprobs_mode=raw_logprobs"], r"logprobs_mode"),
     (["trainer.policy.optimizer_config.lr=.nan"], r"lr=nan"),
     (["trainer.policy.optimizer_config.lr=.inf"], r"lr=inf"),
@@ -123,7 +134,7 @@ MISTAKES = [
     (["beam.tiny={}"], r"beam\.tiny"),
     (["trainer.algorithm.temperature=0.5"], r"trainer\.algorithm\.temperature=0\.5: must be 1\.0"),
     (["trainer.algorithm.off_policy_correction.outlier_token_is_threshold_low=0.1"], r"outlier_token_is_threshold_low"),
-    (["beam.precision=mxfp8", "beam.device=gpu"], r"beam\.precision=mxfp8: MXFP8 rollouts on a GPU"),
+    (["beam.precision=mxfp8", "beam.device=gpu"], r"precision=mxfp8: MXFP8 rollouts on a GPU.*activations=false"),
     (["beam.publish=http://127.0.0.1:8000"], r"beam\.publish: .*BEAM_RL_ADMIN_TOKEN"),
     (["beam.publish=nowhere", "beam.publish_token_file={token}"], r"beam\.publish: .*nowhere"),
     (["beam.publish_every=0"], r"beam\.publish_every"),
@@ -132,6 +143,7 @@ MISTAKES = [
     (["beam.precision=lora", "beam.lora.target_modules=[gate]"], r"beam\.lora\.target_modules.*router"),
     (["beam.precision=lora", "beam.lora.target_modules=[lm_head]"], r"beam\.lora\.target_modules.*output layer"),
     (["beam.precision=mxfp8", "beam.mxfp8.scaling=ceil"], r"beam\.mxfp8\.scaling.*rceil"),
+    (["beam.precision=mxfp8", "beam.mxfp8.activations=some"], r"beam\.mxfp8\.activations"),
 ]
 
 
@@ -158,10 +170,14 @@ def test_a_mistake_is_named_with_exit_code_2(
 TINY_MISTAKES = [
     (["beam.precision=lora", "beam.lora.r=12"], r"beam\.lora\.r is 12.*multiple of 8"),
     (["beam.precision=mxfp8", "beam.mxfp8.exclude=[foo]"], r"beam\.mxfp8\.exclude: 'foo'"),
+    (["beam.tiny.architecture.hiden_size=256"], r"architecture\.hiden_size: cannot be set.* hidden_size"),
+    (["beam.tiny.architecture.vocab_size=256"], r"architecture\.vocab_size: cannot be set"),
+    (["beam.tiny.architecture.hidden_size=large"], r"beam\.tiny\.architecture: .*hidden_size.*expected int"),
+    (["beam.tiny.architecture.num_experts=15"], r"beam\.tiny\.architecture: .*num_experts \(15\)"),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "message"), TINY_MISTAKES, ids=[item[1] for item, _ in TINY_MISTAKES])
+@pytest.mark.parametrize(("overrides", "message"), TINY_MISTAKES, ids=[item[-1] for item, _ in TINY_MISTAKES])
 def test_a_precision_that_does_not_fit_the_tiny_model_is_refused_before_its_warm_up(
     overrides: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +185,17 @@ def test_a_precision_that_does_not_fit_the_tiny_model_is_refused_before_its_warm
     path.write_text("beam: {tiny: {}}")
     assert main(["train", str(path), *overrides, "--dry-run"]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["bf16", "lora", "mxfp8"])
+def test_a_recipe_for_gpus_is_checked_without_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(Path(__file__).parents[2] / "recipes" / "h200" / f"{name}.yaml")
+    assert main(["train", path, "--dry-run"]) == 0
+    assert "hidden_size: 1024" in capsys.readouterr().out
+    assert main(["train", path, "--dry-run", "trainer.placement.colocate_all=false"]) == 0
+    for engines in ("num_engines=2", "tensor_parallel_size=2"):
+        assert main(["train", path, "--dry-run", f"generator.inference_engine.{engines}"]) == 2
+        assert re.search(r"colocate_all=true: .* has 1 and .* 2\. Make them equal", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("precision", "budget"), [("lora", 0.01), ("bf16", 0.01), ("mxfp8", 0.03)])
