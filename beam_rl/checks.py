@@ -186,6 +186,7 @@ def placement(recipe: Recipe) -> None:
         "trainer.placement.policy_num_gpus_per_node": trainer.placement.policy_num_gpus_per_node,
         "generator.inference_engine.num_engines": rollout.num_engines,
         "generator.inference_engine.tensor_parallel_size": rollout.tensor_parallel_size,
+        "generator.inference_engine.pipeline_parallel_size": rollout.pipeline_parallel_size,
         "generator.inference_engine.data_parallel_size": rollout.data_parallel_size,
     }
     for key, count in processes.items():
@@ -193,7 +194,15 @@ def placement(recipe: Recipe) -> None:
             raise BadInput(
                 f"{key}={count}: beam.device=cpu runs one trainer process and one engine process. Set it to 1."
             )
-    if not trainer.placement.colocate_all:
+    shared = trainer.placement.colocate_all
+    transport = ((rollout.engine_init_kwargs or {}).get("weight_transfer_config") or {}).get("backend")
+    for name, wanted in (("beam_ipc", True), ("beam_nccl", False)):
+        if transport == name and shared != wanted:
+            raise BadInput(
+                f"generator.inference_engine.engine_init_kwargs.weight_transfer_config.backend={name}: is for "
+                f"trainer.placement.colocate_all={str(wanted).lower()}. Remove one of them."
+            )
+    if not shared:
         return
     key = "trainer.placement.colocate_all=true"
     if recipe.beam.device == "cpu":
@@ -206,6 +215,14 @@ def placement(recipe: Recipe) -> None:
             f"generator.inference_engine (num_engines x tensor x pipeline x data parallel) {engines}. "
             "Make them equal, or set colocate_all=false."
         )
+    if sizes[0] * sizes[1] > trainer.placement.policy_num_gpus_per_node:
+        raise BadInput(
+            f"generator.inference_engine: an engine's {sizes[0] * sizes[1]} GPUs (tensor x pipeline parallel) are more "
+            f"than trainer.placement.policy_num_gpus_per_node={trainer.placement.policy_num_gpus_per_node}. An engine "
+            "must fit on a node: use data parallelism, or more engines."
+        )
+    if recipe.beam.endpoints:
+        raise BadInput(f"beam.publish: this version cannot publish while {key}. Remove one of them.")
 
 
 def arithmetic(recipe: Recipe) -> None:

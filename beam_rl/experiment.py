@@ -1,5 +1,6 @@
 """SkyRL's experiment with Beam's workers: what is started, in which order, and what is handed to whom."""
 
+import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from beam_rl.recipe import Recipe
 from beam_rl.rollout import manifest
 from beam_rl.rollout.manifest import Origin
 from beam_rl.rollouts import Fault, drop_inconsistent
-from beam_rl.servers import Servers
+from beam_rl.servers import Servers, sleep
 from beam_rl.tracking import RunTracking
 from beam_rl.training import Advance, BeamTrainer, Observer
 from beam_rl.workers import policy_worker, reference_worker
@@ -58,7 +59,7 @@ class CountingGenerator(SkyRLGymGenerator):
 
 
 class BeamExperiment(BasePPOExp):
-    """One run of a recipe. Servers were started before; the policy starts while they do."""
+    """One run of a recipe. Servers were started before; the policy starts beside them, on their GPUs after them."""
 
     def __init__(
         self,
@@ -142,6 +143,8 @@ class BeamExperiment(BasePPOExp):
     def export(self) -> Path:
         """Write the trained policy as a Hugging Face checkpoint; returns the folder."""
         assert self.trainer is not None
+        if self.colocate_pg is not None:
+            asyncio.run(sleep(self.trainer.inference_engine_client))  # its memory is the trainer's now
         folder = self.recipe.run_dir / "export"
         self.trainer.export(folder)
         manifest.add_origin(folder, Origin(self.recipe.run_dir.resolve().name, self.trainer.global_step))

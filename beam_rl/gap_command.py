@@ -31,7 +31,11 @@ def run(
     if adapter is not None and "lora" not in chosen:
         raise BadInput("--adapter: is for the lora rows, which --precision leaves out.")
     for name in chosen:
-        checks.rollout_arithmetic(recipe, name)
+        try:
+            checks.rollout_arithmetic(recipe, name)
+        except BadInput as error:
+            others = " ".join(other for other in chosen if other != name)
+            raise BadInput(f"{error} Or leave this row out: --precision {others}") from error
     with os.fdopen(os.dup(2), "w", encoding="utf-8") as errors, tempfile.TemporaryDirectory(prefix="beam-rl-") as logs:
         console = Console(errors)
         with terminal_apart(Path(logs) / "log"):  # what libraries say while they are imported is no part of the result

@@ -104,6 +104,8 @@ def run(
 
         with launch.ray_session(recipe, temp_dir, recipe.run_dir / "logs"):
             recipe = with_profile(recipe)
+            if recipe.trainer.placement.colocate_all:
+                importing.join()  # the GPUs are SkyRL's to find, and two threads must not import it at once
             starting = servers.start(recipe)
             importing.join()
             module = import_module("beam_rl.experiment")

@@ -101,6 +101,6 @@ def export(run_dir: Path, out: Path | None) -> Path:
         engine.build(hf)
         engine.load_hf(start)  # what an adapter's checkpoint leaves out
         engine.load(checkpoints.folder(run_dir / "checkpoints", found[0]) / "policy")
-        save_hf(folder, hf, engine.export(), copy_from=start)
+        save_hf(folder, hf, engine.policy_weights(), copy_from=start)
         fingerprint.write_manifest(folder, engine, Origin(run_dir.resolve().name, found[0]))
     return folder

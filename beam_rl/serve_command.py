@@ -23,7 +23,7 @@ from beam_rl.model.errors import BadInput
 from beam_rl.rollout import serve_settings, swap_stage
 from beam_rl.rollout.drafter import check_drafter
 from beam_rl.rollout.profile import CPU_ENVIRONMENT, Device
-from beam_rl.rollout.serve_profile import ServeProfile
+from beam_rl.rollout.serve_profile import DRAFT_TOKENS, ServeProfile
 from beam_rl.rollout.serve_settings import ServeSettings, write_private
 
 GUARD = "beam_rl.rollout.serve_guard.Guard"
@@ -34,7 +34,6 @@ OURS = (
 """vLLM arguments that are not to be given with --engine."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", ".*")
 """Files of a checkpoint folder that the server's own copy of it leaves out."""
-DRAFT_TOKENS = 7
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -76,7 +75,6 @@ def _profile(options: argparse.Namespace, where: Device) -> ServeProfile:
     """The profile with what only this command line knows. Raises BadInput."""
     profile = ServeProfile.named(options.profile)
     if options.drafter is not None:
-        # A profile without a number of draft tokens takes as many as the reference's drafters are made for.
         profile = replace(profile, drafter=str(options.drafter), draft_tokens=profile.draft_tokens or DRAFT_TOKENS)
     if options.moe_configs is not None:
         profile = replace(profile, moe_configs=str(options.moe_configs.resolve()))

@@ -83,8 +83,7 @@ def _add_tune(commands: Any) -> None:
     )
     tune.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder; only its config.json is read")
     tune.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of tables, one a shape and card")
-    tune.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="devices of the layout (1)")
-    tune.add_argument("--expert-parallel", action="store_true", help="whole experts a device, not a part of each")
+    tune.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share every expert (1)")
     tune.add_argument("--seconds", type=float, default=60, metavar="S", help="time for everything (60)")
     tune.set_defaults(run=_tune)
 

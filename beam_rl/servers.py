@@ -6,12 +6,16 @@ itself (the driver never imports vLLM), and the client talks to it without a rou
 
 import asyncio
 import sys
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from filelock import FileLock, Timeout
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from beam_rl.recipe import Recipe
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
     from skyrl.train.utils.utils import ResolvedPlacementGroup
 
+FIRST_PORT, LAST_PORT, SERVER_PORTS = 8000, 32000, 100
+"""Ports of inference servers, and how many SkyRL gives to one; above begin those that the system hands out."""
 MOVED = {"vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args"}
 """Modules that SkyRL 0.4.0 imports, and where vLLM 0.33 has them."""
 
@@ -31,11 +37,25 @@ def find_moved_modules() -> None:
             sys.modules[old] = import_module(new)
 
 
+def port_window(folder: Path | None = None) -> tuple[int, FileLock]:
+    """The first port of a range that no other run on this host has, and the lock that holds it while the process lives.
+
+    SkyRL's server finds a port that is free, but does not listen on it until its engine has started. A second run on
+    the host that starts meanwhile would take the same port, and both would talk to whichever server came first.
+    """
+    for port in range(FIRST_PORT, LAST_PORT, SERVER_PORTS):
+        lock = FileLock((folder or Path(tempfile.gettempdir())) / f"beam-rl-ports-{port}.lock")
+        with suppress(Timeout, OSError):  # OSError: another user's
+            lock.acquire(timeout=0)
+            return port, lock
+    raise RuntimeError(f"all ranges of ports from {FIRST_PORT} to {LAST_PORT} are taken by other runs on this host")
+
+
 @ray.remote(num_cpus=1)
 class SingleEngineServer:
     """SkyRL's `VLLMServerActor` for one engine in one process, with arguments built where they are used."""
 
-    def __init__(self, recipe: Recipe, port: int, gpus: str | None) -> None:
+    def __init__(self, recipe: Recipe, gpus: str | None) -> None:
         """`gpus` are the devices of the engine (as of CUDA_VISIBLE_DEVICES); None: those that Ray gave this actor."""
         from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
         from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMServerActor
@@ -46,6 +66,7 @@ class SingleEngineServer:
         arguments.middleware = ["beam_rl.batched_route.BatchedRoute"]
         if recipe.beam.device == "gpu":
             gpus = gpus or ",".join(map(str, ray.get_gpu_ids()))
+        port, self.window = port_window()
         self.server = VLLMServerActor(
             arguments,
             port,
@@ -116,20 +137,20 @@ async def sleep(client: "RemoteInferenceClient") -> None:
     await client.aclose()
 
 
-def start(recipe: Recipe, port: int = 8000) -> Servers:
-    """Begin to start the servers; several engines start in `Servers.client`."""
+def start(recipe: Recipe) -> Servers:
+    """Begin to start the servers; several engines start in `Servers.client`. Waits for GPUs that are to be shared."""
     placement = shared_gpus(recipe)
     engine = recipe.generator.inference_engine
     if engine.num_engines * engine.data_parallel_size > 1 or engine.enable_pd:
         return Servers(recipe, placement)
     gpus = engine.tensor_parallel_size * engine.pipeline_parallel_size
     if placement is None:
-        actor = SingleEngineServer.options(num_gpus=gpus).remote(recipe, port, None)  # type: ignore[attr-defined]
+        actor = SingleEngineServer.options(num_gpus=gpus).remote(recipe, None)  # type: ignore[attr-defined]
     else:
         strategy = PlacementGroupSchedulingStrategy(placement.pg, placement.reordered_bundle_indices[0])
         options = {"num_cpus": 0.2, "num_gpus": 0, "scheduling_strategy": strategy}
         visible = ",".join(map(str, placement.bundle_gpu_ids[:gpus]))
-        actor = SingleEngineServer.options(**options).remote(recipe, port, visible)  # type: ignore[attr-defined]
+        actor = SingleEngineServer.options(**options).remote(recipe, visible)  # type: ignore[attr-defined]
     return Servers(recipe, placement, actor, actor.start.remote())
 
 

@@ -13,7 +13,7 @@ def run(options: argparse.Namespace) -> int:
     if options.tensor_parallel < 1 or not options.seconds > 0:
         raise BadInput("--tensor-parallel and --seconds must be positive.")
     try:
-        shape = MoeShape.of(config, options.tensor_parallel, options.expert_parallel)
+        shape = MoeShape.of(config, options.tensor_parallel)
     except ValueError as error:
         raise BadInput(f"--tensor-parallel {options.tensor_parallel}: {error}.") from error
     import torch

@@ -4,6 +4,7 @@
 say. The conditions are vLLM 0.33's (vllm/models/beam/nvidia, and the files named below).
 """
 
+import asyncio
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 Facts = Mapping[str, Any]
 ROUTER_KERNELS = ("fp32_router_gemm", "ll_fp32w_gemm", "bf16x3_router_gemm")
 """Kernels for float32 routers (vllm/model_executor/layers/fused_moe/router/gate_linear.py)."""
+REPORT_SECONDS = 30.0
+"""Longest wait of a server's start for its engine's facts."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def paths(facts: Facts) -> list[FastPath]:
     return [
         *native,
         _cuda_graphs(facts),
-        FastPath("8-bit KV cache", facts["kv_dtype"] != "auto", _kv(facts)),
+        FastPath("8-bit KV cache", facts["kv_dtype"].startswith("fp8"), _kv(facts)),
         FastPath("prefix caching", facts["prefix_caching"], "" if facts["prefix_caching"] else "turned off"),
         FastPath("chunked prefill", facts["chunked_prefill"], batch),
         FastPath("asynchronous scheduling", facts["async_scheduling"], ""),
@@ -87,9 +90,11 @@ def lines(facts: Iterable[Facts]) -> list[str]:
 async def announce(engine: Any) -> None:
     """Print the report of a server's engine. A report that cannot be made is said to be so, and stops nothing."""
     try:
-        found = lines(await engine.collective_rpc("beam_facts"))
+        found = lines(await asyncio.wait_for(engine.collective_rpc("beam_facts"), REPORT_SECONDS))
     except Exception as error:  # a report is not worth a server
-        found = [f"which fast paths are active could not be found out: {type(error).__name__}: {error}"]
+        late = isinstance(error, TimeoutError)
+        why = f"no answer within {REPORT_SECONDS:g} s" if late else f"{type(error).__name__}: {error}"
+        found = [f"which fast paths are active could not be found out: {why}"]
     print("\n".join(f"beam-rl serve: {line}" for line in found), flush=True)
 
 

@@ -32,20 +32,19 @@ class MoeShape:
     topk: int
 
     @classmethod
-    def of(cls, config: Any, tensor_parallel: int, expert_parallel: bool) -> "MoeShape":
-        """The shape in a layout.
+    def of(cls, config: Any, tensor_parallel: int) -> "MoeShape":
+        """The shape with a part of every expert a device.
 
         Raises:
-            ValueError: the layout does not divide the model.
+            ValueError: the experts cannot be split over so many devices.
         """
-        divided = config.num_experts if expert_parallel else config.moe_intermediate_size
-        if divided % tensor_parallel:
-            what = "num_experts" if expert_parallel else "moe_intermediate_size"
-            raise ValueError(f"{what} ({divided}) is not a multiple of {tensor_parallel}")
+        width = config.moe_intermediate_size
+        if width % tensor_parallel:
+            raise ValueError(f"moe_intermediate_size ({width}) is not a multiple of {tensor_parallel}")
         return cls(
-            experts=config.num_experts // (tensor_parallel if expert_parallel else 1),
+            experts=config.num_experts,
             hidden=config.hidden_size,
-            width=config.moe_intermediate_size // (1 if expert_parallel else tensor_parallel),
+            width=width // tensor_parallel,
             topk=config.num_experts_per_tok,
         )
 

@@ -15,6 +15,8 @@ REPORTER = "beam_rl.rollout.active.Reporter"
 """What vLLM's workers can be asked about themselves."""
 OURS = ("drafter", "draft_tokens", "adaptive_verification", "constrain_output", "moe_configs")
 """Fields that are not vLLM's arguments: `speculation` and `environment` say what becomes of them."""
+DRAFT_TOKENS = 7
+"""Tokens at a time that a drafter proposes unless told otherwise: as many as the reference's drafters are made for."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class ServeProfile:
     drafter: str | None = None
     """Folder of a DFlash2 drafter of this model."""
     draft_tokens: int = 0
-    """Tokens that the drafter proposes at a time; 0: the profile wants no drafter."""
+    """Tokens that `drafter` proposes at a time; 0: the profile wants no drafter."""
     adaptive_verification: bool = False
-    """Verify as many of the draft tokens as pay, by the requests' confidences and measured costs. Worth it with many
-    requests at a time; with few (up to 32) it costs 5-8 %."""
+    """Verify as many of `drafter`'s tokens as pay, by the requests' confidences and measured costs. Worth it with
+    many requests at a time; with few (up to 32) it costs 5-8 %."""
     max_model_len: int | None = None
     """Longest sequence in tokens; None: the model's."""
     max_num_seqs: int = 256
@@ -132,8 +134,14 @@ class ServeProfile:
     def _check(self) -> None:
         if self.drafter is not None and self.speculative_config is not None:
             raise BadInput("the profile has drafter and speculative_config: remove one of them.")
+        drafters = [name for name in ("draft_tokens", "adaptive_verification") if getattr(self, name)]
+        if self.speculative_config is not None and drafters:
+            raise BadInput(
+                f"the profile has speculative_config and {' and '.join(drafters)}, which do nothing without "
+                "drafter: leave that out, and say in speculative_config how vLLM speculates."
+            )
         if self.drafter is not None and self.draft_tokens < 1:
-            raise BadInput(f"drafter {self.drafter}: draft_tokens must be at least 1, for example 7.")
+            raise BadInput(f"drafter {self.drafter}: draft_tokens must be at least 1, for example {DRAFT_TOKENS}.")
         split = self.tensor_parallel_size > 1 and self.data_parallel_size > 1
         if split and self.enable_expert_parallel:
             raise BadInput(
@@ -142,7 +150,7 @@ class ServeProfile:
             )
 
 
-_CACHED: dict[str, Any] = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "draft_tokens": 7}
+_CACHED: dict[str, Any] = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "draft_tokens": DRAFT_TOKENS}
 
 NAMED: dict[str, dict[str, Any]] = {
     "beam": {},
@@ -196,7 +204,9 @@ def _lost(profile: ServeProfile) -> Iterator[str]:
 
 def _undrafted(profile: ServeProfile) -> Iterator[str]:
     """What a profile made for a drafter does without one."""
-    if profile.draft_tokens and profile.speculation() is None:
+    if profile.speculation() is not None:
+        return
+    if profile.draft_tokens:
         yield f"draft_tokens {profile.draft_tokens}: give --drafter PATH; until then the same answers, slower"
-        if profile.adaptive_verification:
-            yield "adaptive_verification: there are no draft tokens to verify"
+    if profile.adaptive_verification:
+        yield "adaptive_verification: there are no draft tokens to verify"

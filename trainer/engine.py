@@ -33,7 +33,7 @@ from beam_rl.model.names import describe_hf, export_adapter, export_hf, fingerpr
 from beam_rl.model.transformer_config import transformer_config
 from beam_rl.trainer import adapter, checkpoint, distributed, optimizer, outputs
 from beam_rl.trainer.gradients import data_parallel
-from beam_rl.trainer.offload import Parking
+from beam_rl.trainer.offload import TrainingMemory
 from beam_rl.trainer.optimizer import tensors as optimizer_tensors
 from beam_rl.trainer.outputs import LossFn, Scores
 from beam_rl.trainer.replay import RoutesError, Routing
@@ -63,7 +63,7 @@ class TrainerEngine:
         """Whether the gradient buffers hold gradients that were reduced over the data-parallel ranks already."""
         self.base: str | None = None
         """Fingerprint of the frozen weights under LoRA, once they are loaded."""
-        self._model_memory, self._optimizer_memory = Parking(), Parking()
+        self._memory = TrainingMemory()
         self._pending: checkpoint.PendingSave | None = None
         """The save that is not finished yet; there is never more than one, because each holds a copy of everything."""
 
@@ -96,7 +96,7 @@ class TrainerEngine:
                 model.requires_grad_(False)
                 return
             transformer.finalize_model_grads_func = _finalize
-            self.chunks = [data_parallel(transformer, model, dtype=config.torch_grad_dtype)]
+            self.chunks = [data_parallel(transformer, model)]
             self.optimizer, self.schedule = optimizer.build_optimizer(config.optimizer, self.chunks, config.torch_dtype)
         self.zero_grad()
 
@@ -298,31 +298,12 @@ class TrainerEngine:
         """
         if self.config.optimizer is not None and self._reduced:
             self.zero_grad()
-        weights = [tensor for chunk in self.models for tensor in chunk.parameters()]
-        if optimizer and self.config.optimizer is not None:
-            ours = {tensor.untyped_storage().data_ptr() for tensor in weights}  # a float32 parameter is its own main
-            states = optimizer_tensors(self.optimizer)
-            self._optimizer_memory.park(t for t in states if t.untyped_storage().data_ptr() not in ours)
-        if model:
-            for buffer in self._gradient_buffers():
-                buffer.untyped_storage().resize_(0)
-            self._model_memory.park(weights)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        states = optimizer_tensors(self.optimizer) if self.config.optimizer is not None else ()
+        self._memory.lend(self.chunks, states if optimizer else (), model=model)
 
     def backload(self, *, model: bool = True, optimizer: bool = True) -> None:
-        """Take the memory back that `offload` freed."""
-        if model:
-            self._model_memory.unpark()
-            for buffer in self._gradient_buffers():
-                buffer.untyped_storage().resize_(buffer.nbytes)
-                buffer.zero_()
-        if optimizer:
-            self._optimizer_memory.unpark()
-
-    def _gradient_buffers(self) -> list[Tensor]:
-        wrapped = [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
-        return [buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        """Take back the memory that `offload` freed."""
+        self._memory.take_back(self.chunks, model=model, optimizer=optimizer)
 
     # Weights and state
 
@@ -343,6 +324,16 @@ class TrainerEngine:
             fused_experts: a layer's experts in two tensors (`export_hf`) where they lie here whole, as they are sent.
         """
         return self._for_rollout(export_hf(self.models, fused_experts=fused_experts and self._plain_experts))
+
+    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint of the policy holds: `export`, and with MXFP8 of weights only the weights it computes with.
+
+        With MXFP8 of activations, too, a checkpoint is not the policy without the arithmetic, and weights stay whole.
+        """
+        settings = self.config.mxfp8
+        if settings is None or settings.activations:
+            return self.export()
+        return mxfp8.round_covered(self.export(), settings)
 
     def rollout_description(self, *, fused_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Names, shapes and types of `rollout_weights`, in its order, as tensors on the meta device."""

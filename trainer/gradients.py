@@ -81,13 +81,9 @@ def accumulate_(total: Tensor, grad: Tensor, *, first: bool) -> None:
         total.add_(grad)
 
 
-def data_parallel(transformer: Any, model: Any, *, dtype: torch.dtype = torch.float32) -> GradientBuffers:
-    """The model with its gradient buffers, laid out for the distributed optimizer.
-
-    Args:
-        dtype: of the gradients: float32, or the parameters' own.
-    """
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=dtype == torch.float32, use_distributed_optimizer=True)
+def data_parallel(transformer: Any, model: Any) -> GradientBuffers:
+    """The model, of Megatron's configuration `transformer`, with float32 gradients for the distributed optimizer."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     layout = DistributedOptimizer.compute_full_param_layout(
         [param for param in model.parameters() if param.requires_grad],

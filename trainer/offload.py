@@ -8,6 +8,8 @@ freed and allocated again below the tensors: whatever was a view of it is one af
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +48,39 @@ class Parking:
         for host in self._host.values():
             self._spare.setdefault(host.numel(), []).append(host)
         self._host.clear()
+
+
+class TrainingMemory:
+    """What training holds on a device, in the two parts that leave and return by themselves."""
+
+    def __init__(self) -> None:
+        self._model, self._optimizer = Parking(), Parking()
+
+    def lend(self, chunks: Seq[Any], states: Iterable[Tensor], *, model: bool) -> None:
+        """Park the optimizer's states, and if `model` the chunks' parameters; gradient buffers are freed."""
+        weights = [tensor for chunk in chunks for tensor in chunk.parameters()]
+        ours = {tensor.untyped_storage().data_ptr() for tensor in weights}  # a float32 parameter is its own main
+        self._optimizer.park(state for state in states if state.untyped_storage().data_ptr() not in ours)
+        if model:
+            for chunk in _with_gradients(chunks):
+                chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+            self._model.park(weights)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def take_back(self, chunks: Seq[Any], *, model: bool, optimizer: bool) -> None:
+        """Undo `lend`; gradient buffers that were freed come back as zeros."""
+        if model:
+            self._model.unpark()
+            for chunk in _with_gradients(chunks):
+                chunk.restore_grad_buffers(synchronize=False)
+        if optimizer:
+            self._optimizer.unpark()
+
+
+def _with_gradients(chunks: Seq[Any]) -> list[Any]:
+    """The chunks that Megatron has wrapped for training."""
+    return [chunk for chunk in chunks if hasattr(chunk, "offload_grad_buffers")]
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -83,9 +83,6 @@ class EngineConfig:
     parallel: Parallel = field(default_factory=Parallel)
     optimizer: OptimizerSettings | None = field(default_factory=OptimizerSettings)
     """None builds an engine for forward passes only (a reference model): no gradients, no optimizer state."""
-    grad_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Gradients between the backward pass and the optimizer. bfloat16 halves their memory; with one micro batch and one
-    data-parallel rank it changes nothing, otherwise every addition of gradients rounds. Only for dtype bfloat16."""
     micro_batch_tokens: int = 16384
     """Packing budget: tokens of a micro batch. One longer sequence is a micro batch of its own."""
     recompute: Literal["full"] | None = None
@@ -101,8 +98,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "it must be bfloat16 or float32")
-        grads = ("float32", "bfloat16") if self.dtype == "bfloat16" else ("float32",)
-        _require(self.grad_dtype in grads, "grad_dtype", self.grad_dtype, f"it must be {' or '.join(grads)}")
         _require(self.micro_batch_tokens > 0, "micro_batch_tokens", self.micro_batch_tokens, "it must be positive")
         _require(self.recompute in (None, "full"), "recompute", self.recompute, "it must be null or full")
         _require(self.temperature > 0, "temperature", self.temperature, "it must be positive")
@@ -112,7 +107,3 @@ class EngineConfig:
     @property
     def torch_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
-
-    @property
-    def torch_grad_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.grad_dtype == "bfloat16" else torch.float32

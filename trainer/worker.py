@@ -95,12 +95,14 @@ class EngineWorker(Worker):
             ctypes.CDLL(None).malloc_trim(0)
 
     def offload_to_cpu(self, offload_optimizer: bool = True, offload_model: bool = True) -> None:
-        """Lend the GPU's memory to the rollout that shares it."""
-        self.engine.offload(model=offload_model, optimizer=offload_optimizer)
+        """Lend the GPU's memory to who shares it: the rollout, or the other of policy and reference. CPUs share RAM."""
+        if torch.cuda.is_available():
+            self.engine.offload(model=offload_model, optimizer=offload_optimizer)
 
     def backload_to_gpu(self, backload_optimizer: bool = True, backload_model: bool = True) -> None:
         """Take it back."""
-        self.engine.backload(model=backload_model, optimizer=backload_optimizer)
+        if torch.cuda.is_available():
+            self.engine.backload(model=backload_model, optimizer=backload_optimizer)
 
     def _set_pad_token_id(self, pad_token_id: int) -> None:
         """Packed sequences have no padding."""
@@ -246,9 +248,9 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
         from beam_rl.model.checkpoint import save_hf
 
         if torch.distributed.get_rank() == 0:
-            save_hf(Path(export_dir), self.hf, self.engine.export(), copy_from=self.path)
+            save_hf(Path(export_dir), self.hf, self.engine.policy_weights(), copy_from=self.path)
         else:
-            deque(self.engine.export(), maxlen=0)  # every rank takes part in gathering the tensors
+            deque(self.engine.policy_weights(), maxlen=0)  # every rank takes part in gathering the tensors
         torch.distributed.barrier()
         if self.precision.lora is not None:
             self.engine.save_adapter(Path(export_dir).with_name("adapter"), self.path)

@@ -10,6 +10,8 @@ from typing import Any
 
 PATIENCE = 300.0
 """Seconds that an engine waits for the others."""
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""Of the tests' engines, to which the tests hand functions."""
 
 
 @dataclass
@@ -63,11 +65,7 @@ def _prepare(log: Path, turns: Turns) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ |= {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the tests hand functions to their own engines
-    }
+    os.environ |= ENVIRONMENT
 
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -14,7 +14,7 @@ SECONDS = 60.0
 
 
 def run(report: Callable[[str, Any], None]) -> None:
-    shape = MoeShape.of(large(), 1, expert_parallel=False)
+    shape = MoeShape.of(large(), 1)
     with tempfile.TemporaryDirectory() as temporary:
         tables = Path(temporary) / "tables"
         file, found = apart.call(tune, shape, tables, SECONDS)

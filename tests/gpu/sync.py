@@ -29,6 +29,7 @@ from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.tensors import initial_tensors
 from beam_rl.rollout.transfer import BACKEND, IPC_BACKEND, NCCL_BACKEND
+from tests.gpu.engines import ENVIRONMENT
 from tests.gpu.measure import SHAPE
 from tests.gpu.rollout import SKYRL, small
 
@@ -41,7 +42,6 @@ PATIENCE = 300.0
 """Seconds that a server may take to start."""
 TRUST = {"beam_trust_layout": True}
 """The servers have dummy weights, which prove nothing; the proof has an engine of its own."""
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 BUFFER = 2**30
 """Bytes of the packed buffer, as SkyRL has it for this model."""
 PROMPT = list(range(1, 60))

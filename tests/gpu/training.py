@@ -22,8 +22,7 @@ from tests.gpu.measure import SHAPE, TOKENS, measure, tokens
 
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
-    "ours, bf16 gradients": {"grad_dtype": "bfloat16"},
-    "ours, bf16 gradients, full recompute": {"grad_dtype": "bfloat16", "recompute": "full"},
+    "ours, full recompute": {"recompute": "full"},
 }
 """Engine settings by name."""
 THEIRS = {"transformers": "plain", "transformers, checkpointing": "checkpointing"}

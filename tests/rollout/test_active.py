@@ -1,9 +1,11 @@
 """A fast path that an engine does not take is said not to be taken, and for the right reason."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from beam_rl.rollout import active as report
 from beam_rl.rollout.active import lines, paths
 
 HOPPER: dict[str, Any] = {
@@ -81,7 +83,19 @@ def test_an_fp8_cache_is_said_to_cost_the_fused_write() -> None:
     active, detail = said(name, kv_dtype="fp8", kv_stored="float8_e4m3fn")
     assert not active
     assert "the KV cache is fp8" in detail
-    assert said("8-bit KV cache", kv_dtype="fp8") == (True, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "active", "detail"),
+    [
+        ("auto", False, "bfloat16, the model's type"),
+        ("bfloat16", False, "bfloat16"),
+        ("fp8", True, "fp8"),
+        ("fp8_e4m3", True, "fp8_e4m3"),
+    ],
+)
+def test_only_an_8_bit_cache_is_called_one(dtype: str, active: bool, detail: str) -> None:
+    assert said("8-bit KV cache", kv_dtype=dtype) == (active, detail)
 
 
 def test_a_missing_table_is_named_with_its_remedy() -> None:
@@ -112,3 +126,19 @@ def test_without_vllms_own_beam_only_the_engine_is_told() -> None:
     told = lines([general | {"native": False, "model": "beam_rl.rollout.portable.BeamForCausalLM", "graphs": "NONE"}])
     assert told[0].startswith("off vLLM's own Beam")
     assert not any("MoE" in line for line in told)
+
+
+class Silent:
+    """An engine that never answers."""
+
+    async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
+        await asyncio.Event().wait()
+        raise AssertionError(method)
+
+
+def test_an_engine_that_does_not_answer_stops_no_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "REPORT_SECONDS", 0.01)
+    asyncio.run(asyncio.wait_for(report.announce(Silent()), 20))
+    assert "could not be found out: no answer within 0.01 s" in capsys.readouterr().out

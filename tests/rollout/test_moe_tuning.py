@@ -70,10 +70,10 @@ def test_the_table_is_vllms() -> None:
 
 def test_the_shape_follows_the_layout() -> None:
     config = BeamConfig(**ARCHITECTURE)
-    assert MoeShape.of(config, 2, expert_parallel=False) == MoeShape(8, 128, 16, 2)
-    assert MoeShape.of(config, 2, expert_parallel=True) == MoeShape(4, 128, 32, 2)
-    with pytest.raises(ValueError, match="num_experts"):
-        MoeShape.of(config, 3, expert_parallel=True)
+    assert MoeShape.of(config, 1) == MoeShape(8, 128, 32, 2)
+    assert MoeShape.of(config, 2) == MoeShape(8, 128, 16, 2)
+    with pytest.raises(ValueError, match="moe_intermediate_size"):
+        MoeShape.of(config, 3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune for")

@@ -125,7 +125,8 @@ def _start(model: Path, log: Path, token: Path, options: tuple[str, ...]) -> Ser
         port = one.getsockname()[1]
     command = [sys.executable, "-m", "beam_rl", "serve", str(model), "--port", str(port)]
     command += ["--admin-token-file", str(token), "--engine", "max_num_seqs=20", "--body-timeout", "5", *options]
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # more routes to keep closed
+    # More routes to keep closed; and the log lists them, which an engine that ran in this process may have silenced.
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     return Server(f"http://127.0.0.1:{port}", process, log)

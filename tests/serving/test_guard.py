@@ -27,10 +27,7 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 @pytest.fixture
 def client(servers: list[Any]) -> httpx.Client:
-    # A connection a request: a busy machine may leave one idle for the 5 s after which uvicorn closes it, and the
-    # request that then meets the closing is lost.
-    limits = httpx.Limits(max_keepalive_connections=0)
-    return httpx.Client(base_url=servers[0].url, trust_env=False, timeout=60, limits=limits)
+    return httpx.Client(base_url=servers[0].url, trust_env=False, timeout=60)
 
 
 def routes(live: Any, server: Any, client: httpx.Client) -> set[str]:
@@ -170,6 +167,16 @@ def test_the_token_is_in_no_log_command_line_or_environment(
             process = psutil.Process(pid)
             assert live.TOKEN not in " ".join(process.cmdline())
             assert live.TOKEN not in str(process.environ())
+
+
+def test_every_server_says_which_fast_paths_are_active(servers: list[Any]) -> None:
+    """The servers of this suite run at most 20 sequences."""
+    for server in servers:
+        log = server.log.read_text()
+        assert "could not be found out" not in log
+        assert re.search(r"beam-rl serve: on +chunked prefill +steps of .*, 20 sequences$", log, re.MULTILINE)
+        for name in ("CUDA graphs", "8-bit KV cache", "speculation"):
+            assert re.search(rf"beam-rl serve: (on|off) +{name} ", log), name
 
 
 def test_it_listens_on_this_machine_only(servers: list[Any]) -> None:

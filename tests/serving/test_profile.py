@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from beam_rl.model.errors import BadInput
-from beam_rl.rollout.serve_profile import NAMED, OURS, ServeProfile
+from beam_rl.rollout.serve_profile import OURS, ServeProfile
 
 EVERYTHING = ServeProfile(
     kv_cache_dtype="fp8",
@@ -16,8 +16,6 @@ EVERYTHING = ServeProfile(
     tensor_parallel_size=8,
     enable_expert_parallel=True,
     speculative_config={"method": "ngram", "num_speculative_tokens": 7},
-    draft_tokens=7,
-    adaptive_verification=True,
     max_model_len=4096,
     max_num_seqs=64,
     max_num_batched_tokens=4096,
@@ -25,7 +23,13 @@ EVERYTHING = ServeProfile(
     moe_configs="tables",
 )
 DRAFTED = replace(
-    EVERYTHING, tensor_parallel_size=1, data_parallel_size=8, speculative_config=None, drafter="/models/drafter"
+    EVERYTHING,
+    tensor_parallel_size=1,
+    data_parallel_size=8,
+    speculative_config=None,
+    drafter="/models/drafter",
+    draft_tokens=7,
+    adaptive_verification=True,
 )
 
 
@@ -34,7 +38,7 @@ def test_the_cpu_names_every_setting_it_loses(profile: ServeProfile) -> None:
     args, lost = profile.engine_args("cpu")
     for field in fields(ServeProfile):
         named = any(line.startswith(field.name) for line in lost)
-        honoured = args.get(field.name) == getattr(profile, field.name)
+        honoured = (args.get(field.name) or None) == (getattr(profile, field.name) or None)  # 0 and False ask nothing
         assert named != honoured, field.name
     assert profile.environment("cpu") == {}
     assert ServeProfile().engine_args("cpu")[1] != [], "the parsers are not in vLLM for CPUs"
@@ -69,19 +73,26 @@ def test_a_drafter_becomes_speculation_and_its_absence_is_named() -> None:
             "enable_adaptive_verification": adaptive,
         }
     assert ServeProfile().engine_args("gpu")[1] == [], "the profile beam asks for no drafter"
+    (line,) = ServeProfile(adaptive_verification=True).engine_args("gpu")[1]
+    assert line == "adaptive_verification: there are no draft tokens to verify"
 
 
-def test_few_sequences_are_not_verified_adaptively_and_keep_the_fused_cache_write() -> None:
-    """Adaptive verification costs up to 32 sequences 5-8 %; vLLM's fused write of KV is for bfloat16 caches."""
-    for name in NAMED:
-        profile = ServeProfile.named(name)
-        assert profile.adaptive_verification is (profile.max_num_seqs > 256)
-        assert (profile.kv_cache_dtype == "auto") is (profile.max_num_seqs <= 256)
+def test_a_user_who_waits_gets_no_setting_that_serves_the_crowd() -> None:
+    """vLLM's fused write of KV is for bfloat16 caches, and a long step makes running requests wait."""
+    latency, throughput = (ServeProfile.named(name).engine_args("gpu")[0] for name in ("latency", "throughput"))
+    assert (latency["kv_cache_dtype"], throughput["kv_cache_dtype"]) == ("auto", "fp8")
+    assert (latency["performance_mode"], throughput["performance_mode"]) == ("interactivity", "throughput")
+    assert "enable_expert_parallel" not in latency
+    assert throughput["enable_expert_parallel"] is True
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        assert latency[name] < throughput[name]
 
 
 def test_settings_that_exclude_each_other_are_refused() -> None:
     refused = {
         "remove one of them": replace(DRAFTED, speculative_config={"method": "ngram"}),
+        "speculative_config and draft_tokens": replace(EVERYTHING, draft_tokens=7),
+        "speculative_config and adaptive_verification": replace(EVERYTHING, adaptive_verification=True),
         "draft_tokens must be at least 1": replace(DRAFTED, draft_tokens=0),
         "vLLM's Beam refuses the three": replace(DRAFTED, tensor_parallel_size=2),
     }

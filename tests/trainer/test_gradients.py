@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from beam_rl.model.errors import BadInput
-from beam_rl.trainer.engine import EngineConfig, Sequence, TrainerEngine
+from beam_rl.trainer.engine import Sequence, TrainerEngine
 
 
 def main_grads(engine: TrainerEngine) -> dict[str, Tensor]:
@@ -51,25 +49,3 @@ def test_a_step_without_a_backward_pass_has_no_gradient(
     engine.forward_backward(samples, weighted_loss, replay=False)
     engine.zero_grad()
     assert engine.optimizer_step()["grad_norm"] == 0
-
-
-def test_bfloat16_gradients_of_one_micro_batch_are_float32s(
-    engine_for: Callable[..., TrainerEngine], samples: list[Sequence], weighted_loss: Callable[..., Any]
-) -> None:
-    results = []
-    for kind in ("float32", "bfloat16"):
-        engine = engine_for(dtype="bfloat16", grad_dtype=kind)
-        engine.forward_backward(samples, weighted_loss, replay=False)
-        grads = main_grads(engine)
-        norm = engine.optimizer_step()["grad_norm"]
-        results.append((grads, norm, dict(engine.export())))
-    assert results[1][0]["output_layer.weight"].dtype == torch.bfloat16
-    assert results[1][0]["decoder.layers.2.mlp.router.weight"].dtype == torch.float32
-    assert all(torch.equal(results[0][0][name], value.float()) for name, value in results[1][0].items())
-    assert results[0][1] == results[1][1]
-    assert all(torch.equal(results[0][2][name], value) for name, value in results[1][2].items())
-
-
-def test_gradients_are_no_less_precise_than_float32_parameters() -> None:
-    with pytest.raises(BadInput, match="grad_dtype is 'bfloat16': it must be float32"):
-        EngineConfig(dtype="float32", grad_dtype="bfloat16")

@@ -1,0 +1,39 @@
+"""The rollout's servers before they are started."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from skyrl.backends.skyrl_train.inference_servers.common import SERVER_PORT_STRIDE
+
+from beam_rl import servers
+
+
+def test_two_runs_on_a_host_have_ports_of_their_own(tmp_path: Path) -> None:
+    """Three runs that started together once trained on one of their three engines."""
+    first, held = servers.port_window(tmp_path)
+    second, other = servers.port_window(tmp_path)
+    assert second - first == servers.SERVER_PORTS == SERVER_PORT_STRIDE
+    held.release()
+    again, held = servers.port_window(tmp_path)
+    assert again == first
+    held.release()
+    other.release()
+
+
+def test_a_run_that_was_killed_leaves_its_ports_to_others(tmp_path: Path) -> None:
+    take = "import os, sys; from pathlib import Path; from beam_rl import servers; "
+    take += "print(servers.port_window(Path(sys.argv[1]))[0], flush=True); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", take, str(tmp_path)], capture_output=True, text=True, check=False)
+    port, lock = servers.port_window(tmp_path)
+    assert done.stdout.strip() == str(port)
+    lock.release()
+
+
+def test_what_vllm_has_moved_is_found_where_skyrl_looks_for_it(monkeypatch) -> None:
+    """SkyRL 0.4.0 imports a module that vLLM 0.33 has elsewhere."""
+    monkeypatch.setitem(servers.MOVED, "vllm.no_such_module", "json")
+    monkeypatch.delitem(sys.modules, "vllm.no_such_module", raising=False)
+    servers.find_moved_modules()
+    assert sys.modules.pop("vllm.no_such_module").__name__ == "json"
+    assert all(old not in sys.modules or sys.modules[old].__name__ == old for old in servers.MOVED)
