@@ -148,7 +148,7 @@ def test_with_weights_only_the_plain_model_with_the_rollouts_weights_is_the_same
 def test_with_weights_only_gradients_are_those_of_the_rounded_model(
     engine_for: EngineFor, samples, with_routes, weighted_loss, gradients, tmp_path
 ) -> None:
-    """They pass through the rounding to the weights as they are, which the optimizer changes and an export holds."""
+    """They pass through the rounding to the weights as they are, which the optimizer changes."""
     engine, plain = engine_for(mxfp8=WEIGHTS), engine_for()
     before = {name: tensor.clone() for name, tensor in engine.export()}
     save_hf(tmp_path / "served", engine.hf, engine.rollout_weights())
@@ -162,3 +162,17 @@ def test_with_weights_only_gradients_are_those_of_the_rounded_model(
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.export())
     assert engine.optimizer_step()["grad_norm"] > 0
     assert any(not torch.equal(tensor, before[name]) for name, tensor in engine.export())
+
+
+@pytest.mark.parametrize("activations", [True, False])
+def test_a_checkpoint_holds_the_policy(activations: bool, engine_for: Any) -> None:
+    """With weights only the policy is a plain model of rounded weights; else it is none without the arithmetic."""
+    engine = engine_for(mxfp8=Mxfp8Settings(activations=activations))
+    whole, saved = dict(engine.export()), dict(engine.policy_weights())
+    assert whole.keys() == saved.keys()
+    covered = {name for name in whole if Mxfp8Settings().covers(name)}
+    assert covered
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, whole[name]) == (activations or name not in covered), name
+    if not activations:
+        assert all(torch.equal(saved[name], tensor) for name, tensor in engine.rollout_weights())
