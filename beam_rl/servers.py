@@ -5,9 +5,9 @@ itself (the driver never imports vLLM), and the client talks to it without a rou
 """
 
 import asyncio
+import os
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -37,18 +37,30 @@ def find_moved_modules() -> None:
             sys.modules[old] = import_module(new)
 
 
-def port_window(folder: Path | None = None) -> tuple[int, FileLock]:
-    """The first port of a range that no other run on this host has, and the lock that holds it while the process lives.
+def port_windows(servers: int, folder: Path | None = None) -> tuple[int, list[FileLock]]:
+    """The first port of so many ranges in a row that no other run on this host has, and the locks that hold them.
 
-    SkyRL's server finds a port that is free, but does not listen on it until its engine has started. A second run on
-    the host that starts meanwhile would take the same port, and both would talk to whichever server came first.
+    They are held while the process lives. SkyRL's server finds a port that is free, but does not listen on it until its
+    engine has started. A second run on the host that starts meanwhile would take the same port, and both would talk to
+    whichever server came first.
     """
+    held: list[FileLock] = []
     for port in range(FIRST_PORT, LAST_PORT, SERVER_PORTS):
         lock = FileLock((folder or Path(tempfile.gettempdir())) / f"beam-rl-ports-{port}.lock")
-        with suppress(Timeout, OSError):  # OSError: another user's
+        try:
             lock.acquire(timeout=0)
-            return port, lock
-    raise RuntimeError(f"all ranges of ports from {FIRST_PORT} to {LAST_PORT} are taken by other runs on this host")
+        except (Timeout, OSError):  # OSError: another user's
+            for other in held:
+                other.release()
+            held = []
+            continue
+        held.append(lock)
+        if len(held) == servers:
+            return port - (servers - 1) * SERVER_PORTS, held
+    raise RuntimeError(
+        f"no {servers} x {SERVER_PORTS} ports in a row are left between {FIRST_PORT} and {LAST_PORT}: "
+        "other runs on this host hold them"
+    )
 
 
 @ray.remote(num_cpus=1)
@@ -66,7 +78,7 @@ class SingleEngineServer:
         arguments.middleware = ["beam_rl.batched_route.BatchedRoute"]
         if recipe.beam.device == "gpu":
             gpus = gpus or ",".join(map(str, ray.get_gpu_ids()))
-        port, self.window = port_window()
+        port, self.windows = port_windows(1)
         self.server = VLLMServerActor(
             arguments,
             port,
@@ -92,6 +104,8 @@ class Servers:
     """The single engine's actor, and the reference to its ServerInfo."""
     setup: Any = field(default=None, repr=False)
     """SkyRL's InferenceServerSetup, where SkyRL starts several engines and a router."""
+    windows: list[FileLock] = field(default_factory=list, repr=False)
+    """The ports of those engines."""
 
     def client(self, tokenizer: Any) -> "RemoteInferenceClient":
         """Wait for the servers; returns SkyRL's client of them. Where they share the trainer's GPUs, they sleep now."""
@@ -101,6 +115,10 @@ class Servers:
         return client
 
     def _several(self, tokenizer: Any) -> "RemoteInferenceClient":
+        engine = self.recipe.generator.inference_engine
+        port, self.windows = port_windows(engine.num_engines * engine.data_parallel_size)
+        os.environ.setdefault("SKYRL_VLLM_START_PORT", str(port))  # read by the import that follows
+
         from skyrl.backends.skyrl_train.inference_servers.setup import build_new_inference_client
 
         from beam_rl.client import CompletingClient

@@ -11,23 +11,20 @@ from beam_rl import servers
 
 def test_two_runs_on_a_host_have_ports_of_their_own(tmp_path: Path) -> None:
     """Three runs that started together once trained on one of their three engines."""
-    first, held = servers.port_window(tmp_path)
-    second, other = servers.port_window(tmp_path)
+    first, held = servers.port_windows(1, tmp_path)
+    second, _one = servers.port_windows(1, tmp_path)
     assert second - first == servers.SERVER_PORTS == SERVER_PORT_STRIDE
-    held.release()
-    again, held = servers.port_window(tmp_path)
-    assert again == first
-    held.release()
-    other.release()
+    held[0].release()
+    several, _three = servers.port_windows(3, tmp_path)
+    assert several == second + SERVER_PORT_STRIDE
+    assert servers.port_windows(1, tmp_path)[0] == first, "ranges that were too few for three were not given back"
 
 
 def test_a_run_that_was_killed_leaves_its_ports_to_others(tmp_path: Path) -> None:
     take = "import os, sys; from pathlib import Path; from beam_rl import servers; "
-    take += "print(servers.port_window(Path(sys.argv[1]))[0], flush=True); os.kill(os.getpid(), 9)"
+    take += "print(servers.port_windows(1, Path(sys.argv[1]))[0], flush=True); os.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", take, str(tmp_path)], capture_output=True, text=True, check=False)
-    port, lock = servers.port_window(tmp_path)
-    assert done.stdout.strip() == str(port)
-    lock.release()
+    assert done.stdout.strip() == str(servers.port_windows(1, tmp_path)[0])
 
 
 def test_what_vllm_has_moved_is_found_where_skyrl_looks_for_it(monkeypatch) -> None:
