@@ -7,7 +7,6 @@ itself (the driver never imports vLLM), and the client talks to it without a rou
 import asyncio
 import os
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 FIRST_PORT, LAST_PORT, SERVER_PORTS = 8000, 32000, 100
 """Ports of inference servers, and how many SkyRL gives to one; above begin those that the system hands out."""
+HOST_FOLDER = Path("/tmp")
+"""Where all runs of this host meet; TMPDIR is a run's own."""
 MOVED = {"vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args"}
 """Modules that SkyRL 0.4.0 imports, and where vLLM 0.33 has them."""
 
@@ -37,7 +38,7 @@ def find_moved_modules() -> None:
             sys.modules[old] = import_module(new)
 
 
-def port_windows(servers: int, folder: Path | None = None) -> tuple[int, list[FileLock]]:
+def port_windows(servers: int, folder: Path = HOST_FOLDER) -> tuple[int, list[FileLock]]:
     """The first port of so many ranges in a row that no other run on this host has, and the locks that hold them.
 
     They are held while the process lives. SkyRL's server finds a port that is free, but does not listen on it until its
@@ -46,7 +47,7 @@ def port_windows(servers: int, folder: Path | None = None) -> tuple[int, list[Fi
     """
     held: list[FileLock] = []
     for port in range(FIRST_PORT, LAST_PORT, SERVER_PORTS):
-        lock = FileLock((folder or Path(tempfile.gettempdir())) / f"beam-rl-ports-{port}.lock")
+        lock = FileLock(folder / f"beam-rl-ports-{port}.lock")
         try:
             lock.acquire(timeout=0)
         except (Timeout, OSError):  # OSError: another user's

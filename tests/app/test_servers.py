@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from skyrl.backends.skyrl_train.inference_servers.common import SERVER_PORT_STRIDE
 
 from beam_rl import servers
@@ -18,6 +19,19 @@ def test_two_runs_on_a_host_have_ports_of_their_own(tmp_path: Path) -> None:
     several, _three = servers.port_windows(3, tmp_path)
     assert several == second + SERVER_PORT_STRIDE
     assert servers.port_windows(1, tmp_path)[0] == first, "ranges that were too few for three were not given back"
+
+
+def test_the_ports_are_the_hosts_whatever_a_runs_temporary_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every run has a TMPDIR of its own, which once hid the runs from each other."""
+    found = []
+    for name in ("one", "other"):
+        monkeypatch.setenv("TMPDIR", str(tmp_path / name))
+        monkeypatch.setattr("tempfile.tempdir", None)
+        (tmp_path / name).mkdir()
+        found.append(servers.port_windows(1))
+    assert found[0][0] != found[1][0]
 
 
 def test_a_run_that_was_killed_leaves_its_ports_to_others(tmp_path: Path) -> None:
