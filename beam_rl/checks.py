@@ -196,11 +196,13 @@ def placement(recipe: Recipe) -> None:
             )
     shared = trainer.placement.colocate_all
     transport = ((rollout.engine_init_kwargs or {}).get("weight_transfer_config") or {}).get("backend")
-    for name, wanted in (("beam_ipc", True), ("beam_nccl", False)):
-        if transport == name and shared != wanted:
+    if transport is not None:
+        from beam_rl.rollout.transfer import IPC_BACKEND, NCCL_BACKEND  # imports torch
+
+        if transport == (NCCL_BACKEND if shared else IPC_BACKEND):
             raise BadInput(
-                f"generator.inference_engine.engine_init_kwargs.weight_transfer_config.backend={name}: is for "
-                f"trainer.placement.colocate_all={str(wanted).lower()}. Remove one of them."
+                f"generator.inference_engine.engine_init_kwargs.weight_transfer_config.backend={transport}: is for "
+                f"trainer.placement.colocate_all={str(not shared).lower()}. Remove one of them."
             )
     if not shared:
         return

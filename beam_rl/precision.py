@@ -38,11 +38,11 @@ def single_engine(recipe: "Recipe", name: str) -> "EngineConfig":
     return replace(config, parallel=Parallel())
 
 
-def engine_arguments(recipe: "Recipe", name: str, *, colocated: bool | None = None) -> dict[str, Any]:
+def engine_arguments(recipe: "Recipe", name: str, *, separate: bool = False) -> dict[str, Any]:
     """vLLM's arguments that a rollout in a precision needs, on the recipe's device.
 
-    `colocated` says whether its trainer is on the same GPUs; None: it has none.
+    `separate`: its trainer is on other GPUs and pushes weights to it.
     """
     from beam_rl.rollout.profile import engine_init_kwargs
 
-    return engine_init_kwargs(recipe.beam.device, named(recipe, name).mxfp8, colocated=colocated)
+    return engine_init_kwargs(recipe.beam.device, named(recipe, name).mxfp8, separate=separate)

@@ -135,8 +135,8 @@ def run(
 def with_profile(recipe: Recipe) -> Recipe:
     """The recipe with the rollout engine's arguments filled in; those the recipe gives win."""
     pushed = recipe.generator.inference_engine.weight_sync_backend == "nccl"  # SkyRL's others pull, and are its own
-    colocated = recipe.trainer.placement.colocate_all if pushed else None
-    arguments = precision.engine_arguments(recipe, recipe.beam.precision, colocated=colocated)
+    separate = pushed and not recipe.trainer.placement.colocate_all
+    arguments = precision.engine_arguments(recipe, recipe.beam.precision, separate=separate)
     given = recipe.generator.inference_engine.engine_init_kwargs
     complete = recipe.with_values(generator__inference_engine__engine_init_kwargs=arguments | given)
     # SkyRL works on token ids; text is needed only to find stop strings.

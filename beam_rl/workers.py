@@ -25,7 +25,7 @@ class PolicyWorkerBase(BeamPolicyWorkerBase):
         """Meet the rollout over the weight-transfer backend that its engines were configured with."""
         chosen = inference_engine_cfg.engine_init_kwargs.get("weight_transfer_config")
         if chosen is None or chosen["backend"] != transfer.BACKEND:
-            self.fused_experts = chosen is not None and chosen["backend"].startswith("beam_")
+            self.fused_experts = chosen is not None and chosen["backend"] in transfer.DIRECT_BACKENDS
             await super().init_weight_sync_state(inference_engine_client, inference_engine_cfg)
             return
         from skyrl.backends.skyrl_train.weight_sync.control_plane import SkyrlWeightSyncClient

@@ -15,7 +15,8 @@ from beam_rl.model import rows as plain_rows
 from beam_rl.model.mxfp8_config import Mxfp8Settings
 
 if torch.cuda.is_available() or TYPE_CHECKING:  # elsewhere Triton has nothing to run on, and takes a second to import
-    from beam_rl.model.kernels import experts, heads, mlp, norm
+    from beam_rl.model.kernels import heads, mlp, norm
+    from beam_rl.model.kernels.experts import experts as mixture  # noqa: F401 (only here: there is no plain form)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -172,20 +173,6 @@ def split_heads(
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """`numerics.router_logits`."""
     return _RouterLogits.apply(x, weight) if x.is_cuda else numerics.router_logits(x, weight)
-
-
-def mixture(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ends: Tensor,
-    order: Tensor,
-    places: Tensor,
-    scaling: float,
-) -> Tensor:
-    """`kernels.experts.experts`; on a GPU only."""
-    return experts.experts(x, gate_up, down, weights, ends, order, places, scaling)
 
 
 def spread_rows(x: Tensor, index: Tensor, places: Tensor, copies: int = 1) -> Tensor:

@@ -83,6 +83,24 @@ def round_covered(tensors: Iterable[tuple[str, Tensor]], settings: Mxfp8Settings
         yield name, round_trip(tensor, settings.scaling) if settings.covers(name) else tensor
 
 
+def for_rollout(tensors: Iterator[tuple[str, Tensor]], settings: Mxfp8Settings | None) -> Iterator[tuple[str, Tensor]]:
+    """Named weights as a rollout takes them: under MXFP8 as data and scales.
+
+    With weights only they are dequantised: the rollout is then a plain model and needs to know nothing of it.
+    """
+    return pack(tensors, settings) if settings and settings.activations else for_checkpoint(tensors, settings)
+
+
+def for_checkpoint(
+    tensors: Iterator[tuple[str, Tensor]], settings: Mxfp8Settings | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Named weights as a checkpoint of the policy holds them: under MXFP8 of weights only, rounded.
+
+    With activations, too, no checkpoint is the policy without the arithmetic, and its weights stay whole.
+    """
+    return tensors if settings is None or settings.activations else round_covered(tensors, settings)
+
+
 def _blocks(x: Tensor, dim: int) -> tuple[Tensor, int]:
     """x in float32 with `dim` split into (blocks, 32), zeros behind its end where needed, and the size that it had."""
     size = x.shape[dim]

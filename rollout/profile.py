@@ -66,9 +66,7 @@ CPU_ENVIRONMENT = {
 """Environment of a process that builds a CPU engine, set before vLLM is imported."""
 
 
-def engine_init_kwargs(
-    device: Device, mxfp8: Mxfp8Settings | None = None, *, colocated: bool | None = None
-) -> dict[str, Any]:
+def engine_init_kwargs(device: Device, mxfp8: Mxfp8Settings | None = None, *, separate: bool = False) -> dict[str, Any]:
     """The `generator.inference_engine.engine_init_kwargs` that SkyRL hands to vLLM.
 
     Args:
@@ -76,14 +74,14 @@ def engine_init_kwargs(
             loads must be rounded already. The trainer sends such weights (`TrainerEngine.rollout_weights`), for the
             first time before the first rollout (SkyRL's `RayPPOTrainer.train`); a checkpoint for an engine without a
             trainer is written by `trainer.responses.write_served`.
-        colocated: whether a trainer on the same GPUs will send weights, or one on others; None: neither. On the same
-            GPUs SkyRL's CUDA IPC is used, unless the recipe names `beam_ipc` (`receive_gpu`).
+        separate: the trainer's GPUs are others, and it pushes its weights. On the same GPUs SkyRL's CUDA IPC is used,
+            unless the recipe names `beam_ipc` (`receive_gpu`).
 
     Raises:
         BadInput: MXFP8 on a GPU, other than of weights only.
     """
     args = PROFILES[device].engine_args()
-    if device == "gpu" and colocated is False:
+    if device == "gpu" and separate:
         args["weight_transfer_config"] = {"backend": NCCL_BACKEND}  # SkyRL's would wait forever at its second transfer
     if mxfp8 is not None and mxfp8.activations:
         if device == "gpu":

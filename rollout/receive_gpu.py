@@ -7,7 +7,11 @@ receivers, and the log says why.
 
 from typing import Any, cast
 
-from skyrl.backends.skyrl_train.weight_sync.weight_receivers import get_skyrl_ipc_engine, get_skyrl_nccl_engine
+from skyrl.backends.skyrl_train.weight_sync.weight_receivers import (
+    _LoadWeightsProxy,
+    get_skyrl_ipc_engine,
+    get_skyrl_nccl_engine,
+)
 from torch import nn
 from vllm.logger import init_logger
 
@@ -19,17 +23,6 @@ from beam_rl.rollout.direct import Layout, Unmapped, Writer, check_engine, diffe
 TRUST_KEY = "beam_trust_layout"
 """Key in vLLM's `additional_config`: True writes directly without proof, for benchmarks with dummy weights."""
 logger = init_logger(f"vllm.{__name__}")  # vLLM's workers print what is below its own name
-
-
-class _Receiving:
-    """A model whose `load_weights` is another."""
-
-    def __init__(self, model: nn.Module, load_weights: Any) -> None:
-        self._model = model
-        self.load_weights = load_weights
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 class DirectMixin:
@@ -63,7 +56,7 @@ class DirectMixin:
             super().receive_weights(update_info)  # type: ignore[misc]
             return
         writer, model = self._direct(), self.model
-        self.model = _Receiving(model, _exploded(model) if writer is None else _written(writer))
+        self.model = _LoadWeightsProxy(model, _exploded(model) if writer is None else _written(writer))
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
         finally:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 BACKEND = "beam_shm"
 """Name of the transport in vLLM's factories and in `weight_transfer_config`."""
-IPC_BACKEND, NCCL_BACKEND = "beam_ipc", "beam_nccl"
+DIRECT_BACKENDS = IPC_BACKEND, NCCL_BACKEND = "beam_ipc", "beam_nccl"
 """Names of the receiving halves on GPUs (`receive_gpu`), the same device's and other devices'; SkyRL's halves send."""
 RUN_VARIABLE = "BEAM_RL_RUN"
 """Environment variable with a run's name, which its files carry, so that whoever ends the run finds them."""

@@ -315,41 +315,28 @@ class TrainerEngine:
         return export_hf(self.models)
 
     def rollout_weights(self, *, fused_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """What `export` gives, as the rollout wants it.
-
-        Under MXFP8, quantised weights travel as data and scales, or, with weights only, dequantised: the rollout is
-        then a plain model and needs to know nothing of it.
+        """What `export` gives, as the rollout wants it (`mxfp8.for_rollout`).
 
         Args:
             fused_experts: a layer's experts in two tensors (`export_hf`) where they lie here whole, as they are sent.
         """
-        return self._for_rollout(export_hf(self.models, fused_experts=fused_experts and self._plain_experts))
+        tensors = export_hf(self.models, fused_experts=fused_experts and self._plain_experts)
+        return mxfp8.for_rollout(tensors, self.config.mxfp8)
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint of the policy holds: `export`, and with MXFP8 of weights only the weights it computes with.
-
-        With MXFP8 of activations, too, a checkpoint is not the policy without the arithmetic, and weights stay whole.
-        """
-        settings = self.config.mxfp8
-        if settings is None or settings.activations:
-            return self.export()
-        return mxfp8.round_covered(self.export(), settings)
+        """What `export` gives, as a checkpoint of the policy holds it (`mxfp8.for_checkpoint`)."""
+        return mxfp8.for_checkpoint(self.export(), self.config.mxfp8)
 
     def rollout_description(self, *, fused_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Names, shapes and types of `rollout_weights`, in its order, as tensors on the meta device."""
-        return self._for_rollout(describe_hf(self.models, fused_experts=fused_experts and self._plain_experts))
+        tensors = describe_hf(self.models, fused_experts=fused_experts and self._plain_experts)
+        return mxfp8.for_rollout(tensors, self.config.mxfp8)
 
     @property
     def _plain_experts(self) -> bool:
         """Whether the rollout gets the expert parameters as they are here: neither cut, adapted nor rounded."""
         layout = self.config.parallel
         return layout.ep == layout.etp == 1 and self.config.lora is None and self.config.mxfp8 is None
-
-    def _for_rollout(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        settings = self.config.mxfp8
-        if settings is None:
-            return tensors
-        return (mxfp8.pack if settings.activations else mxfp8.round_covered)(tensors, settings)
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """All adapters under PEFT's names, as `export`; nothing without LoRA."""
