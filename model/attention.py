@@ -44,24 +44,31 @@ class BeamCoreAttention(MegatronModule):
             raise TypeError("Beam takes its sequences as a PackedBatch, and no attention mask")
         if self.cp_group.size() > 1:
             return self._context_parallel(query, key, value, batch)
+        if flash_takes(query) and (self.window is not None or len(batch.lengths) > 1):
+            return flash_attention(query, key, value, batch, self.window, self.scale)
         plan = batch.plan
         packed = [query, key, value]
-        if not plan.identity:
-            packed = [spread_rows(x, plan.gather, plan.restore) for x in packed]
+        if plan.identity:
+            (shape,) = plan.shapes
+            q, k, v = (x.view(*shape, *x.shape[1:]) for x in packed)
+            return self._attend(q, k, v, batch).flatten(0, 1)
+        packed = [spread_rows(x, plan.gather, plan.restore) for x in packed]
         sizes = [count * width for count, width in plan.shapes]
         outputs = []
-        for (count, width), *qkv in zip(plan.shapes, *(x.split(sizes) for x in packed), strict=True):
-            q, k, v = (x.view(count, width, *x.shape[1:]) for x in qkv)
-            outputs.append(self._attend(q, k, v).flatten(0, 1))
-        return outputs[0] if plan.identity else take_rows(torch.cat(outputs), plan.restore)
+        for shape, *qkv in zip(plan.shapes, *(x.split(sizes) for x in packed), strict=True):
+            q, k, v = (x.view(*shape, *x.shape[1:]) for x in qkv)
+            outputs.append(self._attend(q, k, v, batch).flatten(0, 1))
+        return take_rows(torch.cat(outputs), plan.restore)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """Causal attention, in the window if there is one, of rectangles [sequences, width, heads, d]."""
         width = q.shape[1]
         if q.device.type == "cpu" and width <= LONGEST:
             return short_attention(q, k, v, self.window, self.scale)
         if self.window is not None and width > self.window:
-            return _windowed_attention(q, k, v, self.window, self.scale)
+            dtype = torch.float32 if q.device.type == "cpu" else q.dtype  # `_attention`'s
+            mask = batch.window_mask(len(q), width, self.window, dtype)
+            return windowed_attention(q, k, v, self.window, mask, self.scale)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return _attention(q, k, v, None, self.scale).transpose(1, 2)
 
@@ -83,30 +90,54 @@ class BeamCoreAttention(MegatronModule):
         return _attention(q, k, v, mask, self.scale)[0].transpose(0, 1)
 
 
-def _windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+def flash_takes(query: Tensor) -> bool:
+    """Whether PyTorch's FlashAttention computes attention of such heads."""
+    dim = query.shape[-1]
+    return query.is_cuda and query.dtype != torch.float32 and dim % 8 == 0 and dim <= 256
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, window: int | None, scale: float
+) -> Tensor:
+    """Causal attention of packed sequences as they lie, in the window if there is one, skipping what is hidden.
+
+    `torch.nn.attention.varlen` calls the same function, and before PyTorch 2.12 has neither windows nor groups. For one
+    sequence without a window cuDNN, which `F.scaled_dot_product_attention` prefers on Hopper, is faster.
+    """
+    starts, longest = batch.cu_seqlens_q, batch.max_seqlen_q
+    left = None if window is None else window - 1
+    found = torch.ops.aten._flash_attention_forward(
+        query, key, value, starts, starts, longest, longest, 0.0, True, False,
+        scale=scale, window_size_left=left, window_size_right=None if left is None else 0,
+    )  # fmt: skip
+    return found[0]
+
+
+def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int, mask: Tensor, scale: float) -> Tensor:
     """Causal attention of [sequences, width, heads, d] in a window smaller than width, skipping what it hides.
 
     Queries go in blocks as wide as the window: a block sees itself and the one before, and nothing else is computed.
+    mask is `PackedBatch.window_mask`.
     """
     count, width, heads, dim = q.shape
     spare = -width % window
-    blocks = (width + spare) // window
-    q, k, v = (F.pad(x, [0, 0, 0, 0, 0, spare]).unflatten(1, (blocks, window)) for x in (q, k, v))
-    k, v = (
-        torch.cat((F.pad(x, [0] * 6 + [1, 0])[:, :-1], x), dim=2) for x in (k, v)
-    )  # [sequences, blocks, 2 window, …]
-    query, key = torch.arange(window, device=q.device), torch.arange(-window, window, device=q.device)
-    distance = query[:, None] - key
-    seen = ((distance >= 0) & (distance < window)).expand(blocks, window, 2 * window).clone()
-    seen[0] &= key >= 0  # there is no block before the first
-    mask = seen.repeat(count, 1, 1)[:, None]
-    q, k, v = (x.flatten(0, 1).transpose(1, 2) for x in (q, k, v))  # [sequences * blocks, heads, …, d]
-    output = _attention(q, k, v, mask, scale).transpose(1, 2)
-    return output.reshape(count, width + spare, heads, dim)[:, :width]
+    if spare:
+        q = F.pad(q, [0, 0, 0, 0, 0, spare])
+    q, k, v = q.reshape(-1, window, heads, dim), _with_before(k, window), _with_before(v, window)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [blocks, heads, …, d]
+    output = _attention(q, k, v, mask, scale).transpose(1, 2).reshape(count, width + spare, heads, dim)
+    return output[:, :width] if spare else output
+
+
+def _with_before(x: Tensor, window: int) -> Tensor:
+    """[sequences, width, groups, d] in blocks as wide as the window, each behind the one before it; 0 outside."""
+    padded = F.pad(x, [0, 0, 0, 0, window, -x.shape[1] % window])
+    before, own = (part.unflatten(1, (-1, window)) for part in (padded[:, :-window], padded[:, window:]))
+    return torch.cat((before, own), dim=2).flatten(0, 1)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of [batch, heads, tokens, d]; mask is bool, [queries, keys] or with more axes before; None: causal."""
+    """Attention of [batch, heads, tokens, d]; mask is for `[…, queries, keys]`; None: causal."""
     dtype = q.dtype
     if q.device.type == "cpu":  # no slower than PyTorch's bfloat16 kernel there, and one rounding
         q, k, v = q.float(), k.float(), v.float()

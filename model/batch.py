@@ -13,6 +13,9 @@ from beam_rl.model import numerics
 BUCKET = 16
 """Sequences are padded to a multiple of this many tokens inside attention, so that few shapes occur."""
 
+HIDDEN = -65504.0
+"""What a mask adds to the score of a key that is not seen: PyTorch's value, as cuDNN has trouble with infinity."""
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -140,12 +143,30 @@ class PackedBatch(PackedSeqParams):
             self._stretch = numerics.ssmax_scale(self.positions if index is None else self.positions[index])
         return self._stretch
 
+    def window_mask(self, sequences: int, width: int, window: int, dtype: torch.dtype) -> Tensor:
+        """What `attention.windowed_attention` adds to scores, [sequences * blocks, 1, window, 2 * window].
+
+        Computed once a micro batch, and in dtype: PyTorch would translate a bool mask anew in every layer.
+        """
+        key = (sequences, width, window, dtype)
+        if key not in self._window_masks:
+            device = self.cu_seqlens_q.device
+            distance = torch.arange(window, device=device)[:, None] - torch.arange(-window, window, device=device)
+            hidden = (distance < 0) | (distance >= window)
+            mask = torch.zeros(sequences, -(-width // window), *hidden.shape, dtype=dtype, device=device)
+            mask.masked_fill_(hidden, HIDDEN)
+            mask[:, 0, :, :window] = HIDDEN  # there is no block before the first
+            self._window_masks[key] = mask.view(-1, 1, *hidden.shape)
+        return self._window_masks[key]
+
+    @cached_property
+    def _window_masks(self) -> dict[tuple[int, int, int, torch.dtype], Tensor]:
+        return {}
+
     @cached_property
     def _rope(self) -> dict[float, tuple[Tensor, Tensor]]:
         return {}
 
     def layer_routes(self, layer: int) -> tuple[Tensor, Tensor | None] | None:
-        """Routes to replay in a layer, widened to int64 [tokens, topk], and the rows that hold; None: no replay."""
-        if self.routes is None:
-            return None
-        return self.routes[:, layer].long(), self.captured
+        """Routes to replay in a layer, [tokens, topk], and the rows that hold; None: no replay."""
+        return None if self.routes is None else (self.routes[:, layer], self.captured)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from beam_rl.model import fused
 from beam_rl.model.mxfp8_config import Mxfp8Settings
+from beam_rl.model.rows import ExpertOrder
 from beam_rl.model.transformer_config import BeamTransformerConfig
 
 
@@ -48,12 +49,14 @@ class BeamExperts(MegatronModule):
         parameter.allreduce = False  # type: ignore[attr-defined]
         return parameter
 
-    def forward(self, rows: Tensor, rows_per_expert: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """MLP outputs [rows, hidden] of rows sorted by local expert, before weighting.
 
         A partial sum if the experts are tensor-parallel.
+
+        Args:
+            ends: int32 [local experts], the row after each expert's last.
         """
-        ends = rows_per_expert.to(rows.device).cumsum(0, dtype=torch.int32)
         if self.adapter is not None:
             return self.adapter(rows, self.gate_up_proj, self.down_proj, ends)
         return fused.experts_mlp(rows, self.gate_up_proj, self.down_proj, ends, self.mxfp8)
@@ -63,18 +66,15 @@ class BeamExperts(MegatronModule):
         """Whether nothing stands between the rows and the weights: no adapters, no quantisation."""
         return self.adapter is None and self.mxfp8 == (None, None)
 
-    def mixture(self, x: Tensor, weights: Tensor, counts: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    def mixture(self, x: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
         """Weighted sums [tokens, hidden] of the experts of tokens x [tokens, hidden]; all experts must be here, whole.
 
         Args:
             weights: float32 [tokens, topk].
-            counts: rows an expert has.
-            order: int64 [tokens * topk]: which of the tokens' choices each row is, in the order of experts.
-            places: its inverse.
+            order: of the tokens' choices.
         """
-        ends = counts.cumsum(0, dtype=torch.int32)
         scaling = self.config.beam.routed_scaling_factor
-        return fused.mixture(x, self.gate_up_proj, self.down_proj, weights, ends, order, places, scaling)
+        return fused.mixture(x, self.gate_up_proj, self.down_proj, weights, order, scaling)
 
     def backward_dw(self) -> None:
         """Nothing is deferred: weight gradients come with the backward pass."""

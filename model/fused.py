@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from beam_rl.model import mxfp8, numerics
-from beam_rl.model import rows as plain_rows
+from beam_rl.model import mxfp8, numerics, rows
 from beam_rl.model.mxfp8_config import Mxfp8Settings
+from beam_rl.model.rows import ExpertOrder
 
 if torch.cuda.is_available() or TYPE_CHECKING:  # elsewhere Triton has nothing to run on, and takes a second to import
     from beam_rl.model.kernels import heads, mlp, norm
+    from beam_rl.model.kernels import route as router
     from beam_rl.model.kernels.experts import experts as mixture  # noqa: F401 (only here: there is no plain form)
 
 
@@ -85,24 +86,19 @@ class _ExpertLinear(torch.autograd.Function):
         return x_grad, weight_grad, None
 
 
-class _RouterLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)  # not the float32 copy of x that autograd would keep
-        return numerics.router_logits(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        x_grad = (grads[0] @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
-        return x_grad, (grads[0].t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`numerics.rms_norm`."""
     if x.is_cuda:
         return norm.rms_norm(x, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
+
+
+def rms_norm_into(y: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Write `numerics.rms_norm` to y, behind autograd's back."""
+    if x.is_cuda:
+        norm.rms_norm_into(y, x.contiguous(), weight, eps)
+    else:
+        y.copy_(numerics.rms_norm(x, weight, eps))
 
 
 def swiglu(gate_up: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -170,14 +166,53 @@ def split_heads(
     return numerics.stretch(q, stretch), gate, k, v
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """`numerics.router_logits`."""
-    return _RouterLogits.apply(x, weight) if x.is_cuda else numerics.router_logits(x, weight)
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    topk: int,
+    n_group: int,
+    topk_group: int,
+    normalise: bool = True,
+    replay: tuple[Tensor, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`numerics.route` of `numerics.router_logits`, and `numerics.route_weights` of replayed experts.
+
+    Args:
+        x: [tokens, hidden].
+        weight: float32 [experts, hidden]; bias: float32 [experts].
+        topk, n_group, topk_group, normalise: see `numerics.route`.
+        replay: ids, of any integer type, [tokens, topk], to use instead of the router's choice; and bool [tokens],
+            where they hold (elsewhere the router chooses; None: everywhere).
+
+    Returns:
+        x, for the experts: used in its place, it brings their gradient here, to be added before it is rounded;
+        weights float32 and ids int64 [tokens, topk]; and counts for `sort_by_expert`, [parts, experts]: how often each
+        part of the tokens chose each expert.
+    """
+    if x.is_cuda:
+        return router.route(x, weight, bias, topk, n_group, topk_group, normalise, replay)
+    logits = numerics.router_logits(x, weight)
+    given, captured = (None, None) if replay is None else replay
+    if given is not None and captured is None:
+        ids = given.long()
+    else:
+        weights, ids = numerics.route(logits, bias, topk, n_group, topk_group, normalise)
+        if given is not None and captured is not None:
+            ids = torch.where(captured[:, None], given.long(), ids)
+    if given is not None:
+        weights = numerics.route_weights(logits, ids, normalise)
+    return x, weights, ids, torch.bincount(ids.flatten(), minlength=len(weight))[None]
+
+
+def sort_by_expert(ids: Tensor, counts: Tensor) -> ExpertOrder:
+    """`rows.sort_by_expert` of the ids and counts that `route` returned."""
+    return router.sort(ids, counts) if ids.is_cuda else rows.sort_by_expert(ids, counts)
 
 
 def spread_rows(x: Tensor, index: Tensor, places: Tensor, copies: int = 1) -> Tensor:
     """`rows.spread_rows`."""
-    return (mlp if x.is_cuda else plain_rows).spread_rows(x, index, places, copies)
+    return (mlp if x.is_cuda else rows).spread_rows(x, index, places, copies)
 
 
 def combine(
@@ -192,7 +227,7 @@ def combine(
     """
     if outputs.is_cuda:
         return mlp.combine(outputs, places, weights, scaling, dtype)
-    gathered = plain_rows.spread_rows(outputs, places, order).view(*weights.shape, -1)
+    gathered = rows.spread_rows(outputs, places, order).view(*weights.shape, -1)
     return numerics.combine_experts(gathered, weights, scaling, dtype)
 
 

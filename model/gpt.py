@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def build_model(config: BeamTransformerConfig, *, pre_process: bool, post_proces
     count = get_num_layers_to_build(config)
     sparse = set(hf.sparse_layers)
     layers = [layer_spec(sparse=layer in sparse) for layer in range(first, first + count)]
-    return BeamModel(
+    model = BeamModel(
         config,
         TransformerBlockSubmodules(layer_specs=layers, layer_norm=BeamRMSNorm),
         hf.vocab_size,
@@ -108,3 +109,7 @@ def build_model(config: BeamTransformerConfig, *, pre_process: bool, post_proces
         position_embedding_type="none",
         share_embeddings_and_output_weights=False,
     )
+    if config.recompute_granularity != "full":  # which keeps what passes between layers: twice as much
+        for layer, following in pairwise(model.decoder.layers):
+            layer.next_norm = (following.input_layernorm,)
+    return model

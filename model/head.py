@@ -53,7 +53,12 @@ class _Logprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, targets, normaliser = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        weight_grad, first = None, False
+        claimed = ctx.needs_input_grad[1] and len(hidden) > 0 and hasattr(weight, "claim_main_grad")
+        if claimed:  # summed up where it is wanted, in float32, and given to nobody
+            weight_grad, first = weight.claim_main_grad()
+        elif ctx.needs_input_grad[1]:
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         start = 0
         for part, wanted in _parts(hidden, targets, weight):
             here = slice(start, start + len(part))
@@ -63,14 +68,24 @@ class _Logprobs(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[here] = grad @ weight
             if weight_grad is not None:
-                _add_product(weight_grad, grad.t(), part)
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None, None
+                _add_product(weight_grad, grad.t(), part, first=first)
+                first = False
+        returned = None if claimed or weight_grad is None else weight_grad.to(weight.dtype)
+        return hidden_grad, returned, None, None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, for total in float32; on a GPU the matrix product itself adds, and rounds nothing before."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """total += a @ b, or total = a @ b if it is the first, for total in float32.
+
+    On a GPU the matrix product itself adds, and rounds nothing before.
+    """
     if total.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif first:
+        total.copy_(a @ b)
     else:
         total += a @ b
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -18,6 +17,7 @@ from beam_rl.model import fused
 from beam_rl.model.attention import BeamCoreAttention, BeamSelfAttention
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.experts import BeamExperts
+from beam_rl.model.forget import forget_norm
 from beam_rl.model.linear import BeamColumnParallelLinear, BeamRowParallelLinear
 from beam_rl.model.moe import BeamMoELayer, BeamRouter
 from beam_rl.model.mxfp8_config import Mxfp8Settings
@@ -49,9 +49,12 @@ class BeamMLP(MLP):
 
 
 class BeamTransformerLayer(TransformerLayer):
-    """Megatron's layer; both residual additions become norm, then depth-scaled sum."""
+    """Megatron's layer with a forward pass of its own: both residual additions are norm, then depth-scaled sum."""
 
     config: BeamTransformerConfig
+    next_norm: tuple[BeamRMSNorm] | None = None
+    """The next layer's first norm, which then is computed here, with the sum that it norms; a tuple, lest it be taken
+    for a part of this layer. None: the next layer computes it."""
 
     def __init__(
         self, config: BeamTransformerConfig, submodules: TransformerLayerSubmodules, *args: Any, **kwargs: Any
@@ -60,10 +63,6 @@ class BeamTransformerLayer(TransformerLayer):
         norm = partial(BeamRMSNorm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
         self.post_attention_layernorm = norm()
         self.post_feedforward_layernorm = norm()
-        # layer_number counts from 1 over all pipeline stages; addition 1 would be the embedding.
-        self.self_attn_bda = lambda training, fused: self._add_attention
-        self.mlp_bda = lambda training, fused: self._add_mlp
-        self._normed: Tensor | None = None
         if config.mxfp8 is not None:
             self._use_mxfp8(config.mxfp8)
 
@@ -80,38 +79,47 @@ class BeamTransformerLayer(TransformerLayer):
         for name, linear in linears.items():
             linear.mxfp8 = settings if settings.covers(f"{prefix}{name}") else None
 
-    def _add_attention(self, branch_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-        """The residual after attention; the MLP's norm of it is computed along, and waits in `_normed`."""
-        total, self._normed = fused.boundary(
-            branch_and_bias[0],
-            self.post_attention_layernorm.weight,
-            residual,
-            self.pre_mlp_layernorm.weight,
-            self.config.layernorm_epsilon,
-            2 * self.layer_number,
-        )
-        return total
-
-    def _add_mlp(self, branch_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-        norm, eps = self.post_feedforward_layernorm, self.config.layernorm_epsilon
-        return fused.residual_addition(branch_and_bias[0], norm.weight, residual, eps, 2 * self.layer_number + 1)
-
-    def _forward_mlp(
+    def forward(
         self,
         hidden_states: Tensor,
-        inference_context: None = None,
-        padding_mask: Tensor | None = None,
-        packed_seq_params: PackedBatch | None = None,
-    ) -> Tensor:
-        """Megatron's, of the norm that `_add_attention` left, handing the micro batch to the experts."""
-        normed, self._normed = self._normed, None
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        *,
+        packed_seq_params: PackedBatch,
+        **_unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [tokens (/ tp if sequence parallel), 1, hidden] after this layer, and `context` for the next.
+
+        Args:
+            context: the first norm of hidden_states, where the layer before has computed it (`next_norm`). Megatron
+                hands a layer's second output to the next under this name.
+        """
+        batch, eps = packed_seq_params, self.config.layernorm_epsilon
+        addition = 2 * self.layer_number  # layer_number counts from 1 over all pipeline stages; 1 is the embedding's
+        normed = self.input_layernorm(hidden_states) if context is None else context
+        branch, _ = self.self_attention(normed, attention_mask, packed_seq_params=batch)
+        self._forget(normed, hidden_states, self.input_layernorm, branch)
+        weights = self.post_attention_layernorm.weight, self.pre_mlp_layernorm.weight
+        hidden_states, normed = fused.boundary(branch, weights[0], hidden_states, weights[1], eps, addition)
+        branch, _ = self._mlp(normed, batch)
+        self._forget(normed, hidden_states, self.pre_mlp_layernorm, branch)
+        weight = self.post_feedforward_layernorm.weight
+        if self.next_norm is None:
+            return fused.residual_addition(branch, weight, hidden_states, eps, addition + 1), None
+        (norm,) = self.next_norm
+        return fused.boundary(branch, weight, hidden_states, norm.weight, eps, addition + 1)
+
+    def _forget(self, normed: Tensor, x: Tensor, norm: BeamRMSNorm, branch: Tensor) -> None:
+        """Do not keep the norm of x that the branch was computed from, unless the whole layer is recomputed anyway."""
+        if self.config.recompute_granularity != "full":
+            forget_norm(normed, x, norm.weight, norm.eps, branch)
+
+    def _mlp(self, normed: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
         if self.is_moe_layer:
-            output = self.mlp(normed, packed_seq_params)
-        elif self.recompute_mlp:
-            output = tensor_parallel.checkpoint(self.mlp, False, normed)
-        else:
-            output = self.mlp(normed)
-        return self._forward_post_mlp(output, hidden_states)
+            return self.mlp(normed, batch)
+        if self.recompute_mlp:
+            return tensor_parallel.checkpoint(self.mlp, False, normed)
+        return self.mlp(normed)
 
 
 def layer_spec(*, sparse: bool) -> ModuleSpec:
@@ -138,9 +146,7 @@ def layer_spec(*, sparse: bool) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=BeamRMSNorm,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=BeamRMSNorm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -6,6 +6,7 @@ the product is another (`mxfp8.linear`). Both stand between the same communicati
 
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -17,6 +18,11 @@ from beam_rl.model import mxfp8
 from beam_rl.model.lora_layers import ColumnAdapter, RowAdapter
 from beam_rl.model.mxfp8_config import Mxfp8Settings
 from beam_rl.model.transformer_config import BeamTransformerConfig
+
+
+def _plain(linear: "BeamColumnParallelLinear | BeamRowParallelLinear") -> bool:
+    """Whether the weight is here whole, and as it is multiplied: there is nothing of Megatron's to do."""
+    return linear.adapter is None and linear.mxfp8 is None and linear.tp_group.size() == 1
 
 
 class BeamColumnParallelLinear(ColumnParallelLinear):
@@ -32,10 +38,12 @@ class BeamColumnParallelLinear(ColumnParallelLinear):
         super().__init__(*args, **kwargs)
         self.adapter = None  # here, because a class attribute would hide the module that replaces it
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """Output [tokens, 1, out / tp] of input [tokens (/ tp if sequence parallel), 1, in]; no bias."""
-        output, bias = super().forward(input_, *args, **kwargs)
-        return (output if self.adapter is None else self.adapter.join(output, input_)), bias
+        if _plain(self):
+            return F.linear(input_, self.weight), None
+        output, _ = super().forward(input_)
+        return (output if self.adapter is None else self.adapter.join(output, input_)), None
 
     def _forward_impl(
         self,
@@ -79,10 +87,12 @@ class BeamRowParallelLinear(RowParallelLinear):
         super().__init__(*args, **kwargs)
         self.adapter = None  # here, because a class attribute would hide the module that replaces it
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """Output [tokens (/ tp if sequence parallel), 1, out] of input [tokens, 1, in / tp]; no bias."""
-        output, bias = super().forward(input_)
-        return (output if self.adapter is None else self.adapter.join(output, input_)), bias
+        if _plain(self):
+            return F.linear(input_, self.weight), None
+        output, _ = super().forward(input_)
+        return (output if self.adapter is None else self.adapter.join(output, input_)), None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Megatron's product, or another; what communication there is comes after."""

@@ -10,9 +10,10 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from beam_rl.model import fused, numerics
+from beam_rl.model import fused
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.experts import BeamExperts
+from beam_rl.model.rows import ExpertOrder
 from beam_rl.model.transformer_config import BeamTransformerConfig
 
 
@@ -41,45 +42,56 @@ class BeamRouter(Router):
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
 
-    def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights float32 and ids int64, [tokens, topk] each, of logits float32 [tokens, experts]."""
+    def routing(
+        self, x: Tensor, replay: tuple[Tensor, Tensor | None] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`fused.route` of x [tokens, hidden]: x, weights, ids and counts."""
         hf = self.config.beam
         assert hf.n_group is not None
         assert hf.topk_group is not None
-        return numerics.route(
-            logits, self.expert_bias, hf.num_experts_per_tok, hf.n_group, hf.topk_group, hf.norm_topk_prob
+        return fused.route(
+            x,
+            self.weight,
+            self.expert_bias,
+            hf.num_experts_per_tok,
+            hf.n_group,
+            hf.topk_group,
+            hf.norm_topk_prob,
+            replay,
         )
 
-    def forward(self, input: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Route hidden states [tokens (/ tp if sequence parallel), 1, hidden], with the batch's routes if it has any.
 
         Replayed experts get the weights that this router gives them, so its gradient is the replayed choice's.
+
+        Returns:
+            [tokens, hidden] for the experts, weights, ids and counts, as `fused.route` has them.
         """
-        logits = fused.router_logits(input.flatten(0, 1), self.weight)
-        layer = self.layer_number - 1
+        x, layer = input.flatten(0, 1), self.layer_number - 1
+        x, weights, ids, counts = self.routing(x, self._replay(batch, layer, len(x)))
+        if batch.record:
+            split = self._tokens_split
+            batch.recorded[layer] = gather_from_sequence_parallel_region(ids, group=self.tp_group) if split else ids
+        return x, weights, ids, counts
+
+    @property
+    def _tokens_split(self) -> bool:
+        return self.config.sequence_parallel and self.tp_group.size() > 1
+
+    def _replay(self, batch: PackedBatch, layer: int, tokens: int) -> tuple[Tensor, Tensor | None] | None:
+        """The batch's routes of this rank's tokens, and where they hold."""
         replay = batch.layer_routes(layer)
         if replay is None:
-            weights, ids = self.routing(logits)
-        else:
-            ids = self._replayed_ids(logits, *replay)
-            weights = numerics.route_weights(logits, ids, self.config.beam.norm_topk_prob)
-        if batch.record:
-            split = self.config.sequence_parallel and self.tp_group.size() > 1
-            batch.recorded[layer] = gather_from_sequence_parallel_region(ids, group=self.tp_group) if split else ids
-        return weights, ids
-
-    def _replayed_ids(self, logits: Tensor, ids: Tensor, captured: Tensor | None) -> Tensor:
-        if self.config.sequence_parallel and self.tp_group.size() > 1:
+            return None
+        ids, captured = replay
+        if self._tokens_split:
             ranks, rank = self.tp_group.size(), self.tp_group.rank()
             ids = ids.chunk(ranks)[rank]
             captured = None if captured is None else captured.chunk(ranks)[rank]
-        if len(ids) != len(logits):
-            raise ValueError(f"{len(ids)} rows of routes for {len(logits)} tokens")
-        if captured is None:
-            return ids
-        with torch.no_grad():
-            own = self.routing(logits)[1]
-        return torch.where(captured[:, None], ids, own)
+        if len(ids) != tokens:
+            raise ValueError(f"{len(ids)} rows of routes for {tokens} tokens")
+        return ids, captured
 
 
 class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -89,35 +101,30 @@ class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
     experts: one rounding, whatever the layout. (Megatron weights inside the experts and sums in the model's dtype.)
     """
 
+    order: ExpertOrder
+
     @property
     def alone(self) -> bool:
         """Whether all experts are here, whole."""
         return self.ep_size == self.tp_size == 1
 
     def dispatch_preprocess(
-        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, counts: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Sort copies of the rows of hidden_states by expert; routing_map holds ids and probs holds weights."""
-        ids = routing_map
-        self.hidden_shape = hidden_states.shape
+        """Sort copies of the rows of hidden_states by expert.
+
+        Args:
+            hidden_states: [tokens, hidden].
+            routing_map: ids, and probs: weights, [tokens, topk] each.
+            counts: [parts, experts], how often each part of the tokens chose each expert.
+        """
         self.probs = probs
-        counts = self.sort(ids)
-        if self.alone:  # nothing is sent, so the CPU need not know, nor wait for the GPU
-            self.tokens_per_expert = counts.sum(0)
-        else:
+        self.order = order = fused.sort_by_expert(routing_map, counts)
+        if not self.alone:  # what is sent, the CPU must know; else it need not wait for the GPU
             self.tokens_per_expert = self.preprocess(counts)
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
-        topk = ids.shape[1]
-        return fused.spread_rows(hidden_states.flatten(0, -2), self.order // topk, self.places, topk), None
-
-    def sort(self, ids: Tensor) -> Tensor:
-        """Order the choices ids [tokens, topk] by expert; returns how often each token chose each, int32."""
-        counts = torch.zeros(len(ids), self.num_experts, dtype=torch.int32, device=ids.device)
-        counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))
-        order = self.order = ids.flatten().argsort(stable=True)
-        self.places = torch.empty_like(order)
-        self.places[order] = torch.arange(len(order), device=order.device)
-        return counts
+        rows = fused.spread_rows(hidden_states, order.tokens, order.places, routing_map.shape[1])
+        return rows, None
 
     def token_dispatch(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, None]:
         """Send rows to the ranks of their experts; the weights stay at home."""
@@ -127,9 +134,9 @@ class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return all_to_all(self.ep_group, rows, self.output_splits, self.input_splits), None
 
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor, None]:
-        """Bring the rows of each local expert together: rows, rows per local expert."""
+        """Bring the rows of each local expert together: rows, and int32 [local experts], the row after each's last."""
         if self.alone:  # they already are
-            return rows, self.tokens_per_expert, None
+            return rows, self.order.ends, None
         if self.tp_size > 1:
             sizes = None if self.output_splits_tp is None else self.output_splits_tp.tolist()
             rows = gather_from_sequence_parallel_region(rows, group=self.tp_group, output_split_sizes=sizes)
@@ -137,7 +144,8 @@ class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self.num_local_experts > 1:
             chunks = rows.split(self.num_global_tokens_per_local_expert.flatten().tolist())
             rows = torch.cat([chunks[i] for i in self.sort_input_by_local_experts.tolist()])
-        return rows, self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert), None
+        rows_per_expert = self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert)
+        return rows, rows_per_expert.to(rows.device).cumsum(0, dtype=torch.int32), None
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Undo `dispatch_postprocess`."""
@@ -148,11 +156,10 @@ class BeamTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_states if self.alone else super().token_combine(hidden_states, *args, **kwargs)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Weighted sum of each token's expert outputs, scaled, in the shape of the layer's input."""
+        """Weighted sum of each token's expert outputs, scaled, [tokens, hidden]."""
         scaling, dtype = self.config.beam.routed_scaling_factor, self.config.params_dtype
         rows = permutated_local_input_tokens
-        total = fused.combine(rows, self.places, self.order, self.probs, scaling, dtype)
-        return total.view(self.hidden_shape)
+        return fused.combine(rows, self.order.places, self.order.choices, self.probs, scaling, dtype)
 
 
 class BeamMoELayer(MoELayer):
@@ -176,14 +183,12 @@ class BeamMoELayer(MoELayer):
 
     def _run(self, hidden_states: Tensor, batch: PackedBatch) -> Tensor:
         dispatcher = self.token_dispatcher
-        weights, ids = self.router(hidden_states, batch)
-        if dispatcher.alone and self.experts.plain and hidden_states.is_cuda:
-            counts = dispatcher.sort(ids).sum(0)
-            rows = hidden_states.flatten(0, -2)
-            total = self.experts.mixture(rows, weights, counts, dispatcher.order, dispatcher.places)
-            return total.view(hidden_states.shape)
-        rows, _ = dispatcher.dispatch_preprocess(hidden_states, ids, weights)
+        x, weights, ids, counts = self.router(hidden_states, batch)
+        if dispatcher.alone and self.experts.plain and x.is_cuda:
+            order = fused.sort_by_expert(ids, counts)
+            return self.experts.mixture(x, weights, order).view(hidden_states.shape)
+        rows, _ = dispatcher.dispatch_preprocess(x, ids, weights, counts)
         rows, _ = dispatcher.token_dispatch(rows, None)
-        rows, rows_per_expert, _ = dispatcher.dispatch_postprocess(rows, None)
-        rows = dispatcher.combine_preprocess(self.experts(rows, rows_per_expert))
-        return dispatcher.combine_postprocess(dispatcher.token_combine(rows))
+        rows, ends, _ = dispatcher.dispatch_postprocess(rows, None)
+        rows = dispatcher.combine_preprocess(self.experts(rows, ends))
+        return dispatcher.combine_postprocess(dispatcher.token_combine(rows)).view(hidden_states.shape)

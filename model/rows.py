@@ -1,13 +1,26 @@
-"""Row gathers whose backward pass is a plain copy.
+"""Rows sorted by expert, and row gathers whose backward pass is a plain copy.
 
 PyTorch's own backward of `index_select` is a scatter-add: slow on a CPU, unordered on a GPU, and rounding at every
 addition in bfloat16. Where the caller knows both directions of a rearrangement, none of that is needed.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class ExpertOrder(NamedTuple):
+    """Copies of tokens, one for each expert a token chose, sorted by expert and then by token."""
+
+    choices: Tensor
+    """int64 [tokens * topk]: which choice, token * topk + its place among the token's, each row is for."""
+    tokens: Tensor
+    """int64 [tokens * topk]: which token each row copies."""
+    places: Tensor
+    """int64 [tokens * topk]: the row of each choice; the inverse of `choices`."""
+    ends: Tensor
+    """int32 [experts]: the row after each expert's last."""
 
 
 class _Take(torch.autograd.Function):
@@ -53,3 +66,11 @@ def spread_rows(x: Tensor, index: Tensor, places: Tensor, copies: int = 1) -> Te
     summed in float32.
     """
     return _Spread.apply(x, index, places, copies)
+
+
+def sort_by_expert(ids: Tensor, counts: Tensor) -> ExpertOrder:
+    """Sort the choices ids [tokens, topk] by expert; counts [any, experts] sum to how often each was chosen."""
+    choices = ids.flatten().argsort(stable=True)
+    places = torch.empty_like(choices)
+    places[choices] = torch.arange(len(choices), device=ids.device)
+    return ExpertOrder(choices, choices // ids.shape[1], places, counts.sum(0).cumsum(0, dtype=torch.int32))

@@ -9,6 +9,7 @@ cleared, before the buffers are reduced over data-parallel ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,17 @@ class GradientBuffers(DistributedDataParallel):
         super().__init__(*args, **kwargs)
         self._held: set[Tensor] = set()
         """Parameters whose `main_grad` belongs to the step at hand."""
+        for param in self.params_with_grad:
+            param.claim_main_grad = partial(self._claim, param)
+
+    def _claim(self, param: Any) -> tuple[Tensor, bool]:
+        """`main_grad` of a parameter whose gradient its function adds itself, and whether to overwrite what is there.
+
+        For gradients so large that a copy of them counts; autograd is told of none.
+        """
+        first = param not in self._held
+        self._held.add(param)
+        return param.main_grad, first
 
     def _make_backward_post_hook(self, param: Any) -> Callable[..., None]:
         """Megatron's, for this module's use of it: gradients are reduced when all micro batches are through."""
@@ -46,8 +58,8 @@ class GradientBuffers(DistributedDataParallel):
         def hook(*_: Any) -> None:
             grad, param.grad = param.grad, None
             if grad is not None:
-                accumulate_(param.main_grad, grad, first=param not in self._held)
-                self._held.add(param)
+                main_grad, first = self._claim(param)
+                accumulate_(main_grad, grad, first=first)
 
         return hook
 

@@ -7,6 +7,7 @@ first used, in the worker's own process: the driver would spend seconds on modul
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
@@ -76,6 +77,8 @@ class EngineWorker(Worker):
         self.engine = TrainerEngine(engine_config(self.cfg, optimizer, self.precision, recompute=recompute))
         self.engine.build(self.hf)
         self.engine.load_hf(path)
+        gc.collect()
+        gc.freeze()  # the collector need not look at all of this again in the middle of a step
 
     def replays(self, data: TrainingInputBatch) -> bool:
         """Whether R3 is on and this batch wants it."""

@@ -14,14 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from beam_rl.model.kernels import mlp
+from beam_rl.model.rows import ExpertOrder
 
 
 @triton.jit
 def _backward(
-    gate_up, down_grad, order, weights, gate_up_grad, hidden, weights_grad, width, scaling, BLOCK: tl.constexpr
+    gate_up, down_grad, choices, weights, gate_up_grad, hidden, weights_grad, width, scaling, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.load(order + row)
+    at = tl.load(choices + row)
     weight = tl.load(weights + at) * scaling
     dtype = hidden.dtype.element_ty
     product = tl.zeros([BLOCK], dtype=tl.float32)
@@ -45,38 +46,28 @@ def _backward(
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        weights: Tensor,
-        ends: Tensor,
-        order: Tensor,
-        places: Tensor,
-        scaling: float,
+        ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, order: ExpertOrder, scaling: float
     ) -> Tensor:
         x, weights = x.contiguous(), weights.contiguous()
-        topk = weights.shape[1]
-        projected = F.grouped_mm(x.index_select(0, order // topk), gate_up.transpose(1, 2), offs=ends)
-        ctx.save_for_backward(x, gate_up, down, weights, ends, order, places, projected)
+        projected = F.grouped_mm(mlp.take_rows(x, order.tokens), gate_up.transpose(1, 2), offs=order.ends)
+        ctx.save_for_backward(x, gate_up, down, weights, projected, *order)
         ctx.scaling = scaling
-        outputs = F.grouped_mm(mlp.swiglu(projected), down.transpose(1, 2), offs=ends)
-        return mlp.combine(outputs, places, weights, scaling, x.dtype)
+        outputs = F.grouped_mm(mlp.activate(projected, x.dtype), down.transpose(1, 2), offs=order.ends)
+        return mlp.weighted_sum(outputs, order.places, weights, scaling, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate_up, down, weights, ends, order, places, projected = ctx.saved_tensors
+        x, gate_up, down, weights, projected, choices, tokens, places, ends = ctx.saved_tensors
         needs_gate_up, needs_down = ctx.needs_input_grad[1:3]
-        topk, width = weights.shape[1], down.shape[2]
-        tokens = order // topk
-        out_grad = grads[0].contiguous().index_select(0, tokens)
+        width = down.shape[2]
+        out_grad = mlp.take_rows(grads[0].contiguous(), tokens)
         down_grad = F.grouped_mm(out_grad, down, offs=ends)  # of SwiGLU's output, but for the row's weight
         projected_grad, hidden, weights_grad = (
             torch.empty_like(projected), torch.empty_like(down_grad), torch.empty_like(weights)
         )  # fmt: skip
-        if len(order):
-            _backward[(len(order),)](
-                projected, down_grad, order, weights, projected_grad, hidden, weights_grad, width, ctx.scaling,
+        if len(choices):
+            _backward[(len(choices),)](
+                projected, down_grad, choices, weights, projected_grad, hidden, weights_grad, width, ctx.scaling,
                 BLOCK=min(1024, triton.next_power_of_2(width)),
             )  # fmt: skip
         del down_grad
@@ -84,30 +75,19 @@ class _Experts(torch.autograd.Function):
         del out_grad, hidden
         gate_up_weight_grad = None
         if needs_gate_up:
-            gate_up_weight_grad = F.grouped_mm(projected_grad.t(), x.index_select(0, tokens), offs=ends)
-        x_grad = mlp.sum_copies(F.grouped_mm(projected_grad, gate_up, offs=ends), places, topk)
-        return x_grad, gate_up_weight_grad, down_weight_grad, weights_grad, None, None, None, None
+            gate_up_weight_grad = F.grouped_mm(projected_grad.t(), mlp.take_rows(x, tokens), offs=ends)
+        x_grad = mlp.sum_copies(F.grouped_mm(projected_grad, gate_up, offs=ends), places, weights.shape[1])
+        return x_grad, gate_up_weight_grad, down_weight_grad, weights_grad, None, None
 
 
-def experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ends: Tensor,
-    order: Tensor,
-    places: Tensor,
-    scaling: float,
-) -> Tensor:
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, order: ExpertOrder, scaling: float) -> Tensor:
     """`numerics.combine_experts` of `numerics.experts_mlp` of each token's copies, in x's dtype.
 
     Args:
         x: [tokens, hidden].
         gate_up: [experts, 2 * intermediate, hidden]; down: [experts, hidden, intermediate].
         weights: float32 [tokens, topk].
-        ends: int32 [experts], the row after each expert's last, of the copies sorted by expert.
-        order: int64 [tokens * topk]: which of the tokens' choices each row is.
-        places: its inverse.
+        order: of the tokens' copies.
         scaling: of the weighted sum.
     """
-    return _Experts.apply(x, gate_up, down, weights, ends, order, places, scaling)
+    return _Experts.apply(x, gate_up, down, weights, order, scaling)

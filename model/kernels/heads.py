@@ -16,113 +16,150 @@ from beam_rl.model.kernels.launch import programs, summed
 
 
 @triton.jit
-def _slots(heads_in_group, groups, dim, SLOTS: tl.constexpr, DIM: tl.constexpr):
-    """What every slot of a token's row is: masks [SLOTS, 1] of q, gate, k, v, its head or group, and the places."""
-    slot = tl.arange(0, SLOTS)
-    column = tl.arange(0, DIM)
-    size = 2 * heads_in_group + 2
-    group, inner = slot // size, slot % size
-    inside = slot < groups * size
-    is_q, is_k = inside & (inner < heads_in_group), inside & (inner == 2 * heads_in_group)
-    is_gate = inside & (inner >= heads_in_group) & (inner < 2 * heads_in_group)
-    is_v = inside & (inner == 2 * heads_in_group + 1)
-    head = group * heads_in_group + tl.where(is_gate, inner - heads_in_group, inner)
-    return slot, column, is_q, is_gate, is_k, is_v, head, group, (column < dim)[None, :]
+def _rotated(first, second, cos, sin):
+    """Two halves of vectors, turned; by the negative sine, turned back."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _angles(cos, sin, token, column, real, DIM: tl.constexpr):
+    at = token[:, None] * (DIM // 2) + column[None, :]
+    return tl.load(cos + at, mask=real, other=0.0), tl.load(sin + at, mask=real, other=0.0)
+
+
+@triton.jit
+def _weights(weight, column, DIM: tl.constexpr):
+    half: tl.constexpr = DIM // 2
+    first = tl.load(weight + column, mask=column < half, other=0.0).to(tl.float32)
+    second = tl.load(weight + half + column, mask=column < half, other=0.0).to(tl.float32)
+    return first[None, :], second[None, :]
+
+
+@triton.jit
+def _copy(source, target, real, DIM: tl.constexpr):
+    half: tl.constexpr = DIM // 2
+    first, second = tl.load(source, mask=real), tl.load(source + half, mask=real)
+    tl.store(target, first, mask=real)
+    tl.store(target + half, second, mask=real)
+
+
+@triton.jit
+def _head_forward(source, target, w1, w2, c, s, scale, real, eps, ROPE: tl.constexpr, DIM: tl.constexpr):
+    """Norm and position one head of some tokens; the halves of a vector are blocks [TOKENS, BLOCK] of their own."""
+    half: tl.constexpr = DIM // 2
+    dtype = target.dtype.element_ty
+    first = tl.load(source, mask=real, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=real, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(first * first + second * second, 1) / DIM + eps)[:, None]
+    first = (w1 * (first * inverse)).to(dtype).to(tl.float32)
+    second = (w2 * (second * inverse)).to(dtype).to(tl.float32)
+    if ROPE:
+        first, second = _rotated(first, second, c, s)
+    else:
+        first, second = first * scale, second * scale
+    tl.store(target, first.to(dtype), mask=real)
+    tl.store(target + half, second.to(dtype), mask=real)
+
+
+@triton.jit
+def _head_backward(source, grad, target, w1, w2, c, s, scale, real, eps, ROPE: tl.constexpr, DIM: tl.constexpr):
+    """Write one head's gradient; returns the halves of its tokens' shares in the weight's."""
+    half: tl.constexpr = DIM // 2
+    x1 = tl.load(source, mask=real, other=0.0).to(tl.float32)
+    x2 = tl.load(source + half, mask=real, other=0.0).to(tl.float32)
+    g1 = tl.load(grad, mask=real, other=0.0).to(tl.float32)
+    g2 = tl.load(grad + half, mask=real, other=0.0).to(tl.float32)
+    if ROPE:
+        g1, g2 = _rotated(g1, g2, c, -s)
+    else:
+        g1, g2 = g1 * scale, g2 * scale
+    inverse = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / DIM + eps)[:, None]
+    x1, x2 = x1 * inverse, x2 * inverse
+    w1, w2 = w1 * g1, w2 * g2
+    mean = (tl.sum(w1 * x1 + w2 * x2, 1) / DIM)[:, None]
+    dtype = target.dtype.element_ty
+    tl.store(target, (inverse * (w1 - x1 * mean)).to(dtype), mask=real)
+    tl.store(target + half, (inverse * (w2 - x2 * mean)).to(dtype), mask=real)
+    return g1 * x1, g2 * x2
+
+
+@triton.jit
+def _keep(kept, first, second, column, DIM: tl.constexpr):
+    """Sum the halves of some tokens' shares in a weight's gradient."""
+    tl.store(kept, tl.sum(first, 0), mask=column < DIM // 2)
+    tl.store(kept + DIM // 2, tl.sum(second, 0), mask=column < DIM // 2)
 
 
 @triton.jit
 def _split_forward(
-    mixed, q_weight, k_weight, cos, sin, stretch, q, gate, k, v, scales,
-    heads_in_group, groups, dim, eps, ROPE: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr,
+    mixed, q_weight, k_weight, cos, sin, stretch, q, gate, k, v, tokens, eps,
+    ROPE: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    slot, column, is_q, is_gate, is_k, is_v, head, group, real = _slots(heads_in_group, groups, dim, SLOTS, DIM)
-    used = (is_q | is_gate | is_k | is_v)[:, None] & real
-    row = mixed + token * groups * (2 * heads_in_group + 2) * dim
-    dtype = q.dtype.element_ty
-    x = tl.load(row + slot[:, None] * dim + column[None, :], mask=used, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, 1) / dim + eps)
-    normed = is_q | is_k
-    tl.store(scales + token * SLOTS + slot, inverse, mask=normed)
-    w = tl.where(
-        is_q[:, None],
-        tl.load(q_weight + column, mask=column < dim, other=0.0).to(tl.float32)[None, :],
-        tl.load(k_weight + column, mask=column < dim, other=0.0).to(tl.float32)[None, :],
-    )
-    h = (w * (x * inverse[:, None])).to(dtype).to(tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    block, group = program // GROUPS, program % GROUPS
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, BLOCK)
+    real = (token < tokens)[:, None] & (column < DIM // 2)[None, :]
+    row = (token * GROUPS + group)[:, None] * ((2 * HEADS + 2) * DIM) + column[None, :]
+    to_heads = (token * GROUPS + group)[:, None] * (HEADS * DIM) + column[None, :]
+    to_group = (token * GROUPS + group)[:, None] * DIM + column[None, :]
+    w1, w2 = _weights(q_weight, column, DIM)
+    c, s, scale = 1.0, 0.0, 1.0
     if ROPE:
-        half = dim // 2
-        other = tl.where(column < half, column + half, column - half)
-        y = tl.load(row + slot[:, None] * dim + other[None, :], mask=used, other=0.0).to(tl.float32)
-        w_other = tl.where(
-            is_q[:, None],
-            tl.load(q_weight + other, mask=column < dim, other=0.0).to(tl.float32)[None, :],
-            tl.load(k_weight + other, mask=column < dim, other=0.0).to(tl.float32)[None, :],
-        )
-        h_other = (w_other * (y * inverse[:, None])).to(dtype).to(tl.float32)
-        angle = token * half + tl.where(column < half, column, column - half)
-        c = tl.load(cos + angle, mask=column < dim, other=0.0)[None, :]
-        s = tl.load(sin + angle, mask=column < dim, other=0.0)[None, :]
-        h = h * c + h_other * tl.where(column < half, -s, s)
+        c, s = _angles(cos, sin, token, column, real, DIM)
     else:
-        h = tl.where(is_q[:, None], h * tl.load(stretch + token), h)
-    heads = groups * heads_in_group
-    to_head = (token * heads + head)[:, None] * dim + column[None, :]
-    to_group = (token * groups + group)[:, None] * dim + column[None, :]
-    tl.store(q + to_head, h.to(dtype), mask=is_q[:, None] & real)
-    tl.store(gate + to_head, x.to(dtype), mask=is_gate[:, None] & real)
-    tl.store(k + to_group, h.to(dtype), mask=is_k[:, None] & real)
-    tl.store(v + to_group, x.to(dtype), mask=is_v[:, None] & real)
+        scale = tl.load(stretch + token, mask=token < tokens, other=0.0)[:, None]
+    for head in range(HEADS):
+        _head_forward(
+            mixed + row + head * DIM, q + to_heads + head * DIM, w1, w2, c, s, scale, real, eps, ROPE, DIM
+        )  # fmt: skip
+        _copy(mixed + row + (HEADS + head) * DIM, gate + to_heads + head * DIM, real, DIM)
+    w1, w2 = _weights(k_weight, column, DIM)
+    _head_forward(mixed + row + 2 * HEADS * DIM, k + to_group, w1, w2, c, s, 1.0, real, eps, ROPE, DIM)
+    _copy(mixed + row + (2 * HEADS + 1) * DIM, v + to_group, real, DIM)
 
 
 @triton.jit
 def _split_backward(
-    mixed, q_weight, k_weight, cos, sin, stretch, scales, q_grad, gate_grad, k_grad, v_grad,
-    mixed_grad, partial, tokens, heads_in_group, groups, dim,
-    ROPE: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr,
+    mixed, q_weight, k_weight, cos, sin, stretch, q_grad, gate_grad, k_grad, v_grad,
+    mixed_grad, partial, tokens, eps,
+    ROPE: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    program, step = tl.program_id(0), tl.num_programs(0)
-    slot, column, is_q, is_gate, is_k, is_v, head, group, real = _slots(heads_in_group, groups, dim, SLOTS, DIM)
-    used = (is_q | is_gate | is_k | is_v)[:, None] & real
-    normed = is_q | is_k
-    w = tl.where(
-        is_q[:, None],
-        tl.load(q_weight + column, mask=column < dim, other=0.0).to(tl.float32)[None, :],
-        tl.load(k_weight + column, mask=column < dim, other=0.0).to(tl.float32)[None, :],
-    )
-    half = dim // 2
-    other = tl.where(column < half, column + half, column - half)
-    q_sum = tl.zeros([DIM], dtype=tl.float32)
-    k_sum = tl.zeros([DIM], dtype=tl.float32)
-    for index in range(program, tokens, step):
-        token = tl.zeros([1], dtype=tl.int64) + index
-        at_head = (token * groups * heads_in_group + head)[:, None] * dim
-        at_group = (token * groups + group)[:, None] * dim
-        grad = tl.load(q_grad + at_head + column[None, :], mask=is_q[:, None] & real, other=0.0).to(tl.float32)
-        grad += tl.load(k_grad + at_group + column[None, :], mask=is_k[:, None] & real, other=0.0).to(tl.float32)
-        if ROPE:
-            swapped = tl.load(q_grad + at_head + other[None, :], mask=is_q[:, None] & real, other=0.0).to(tl.float32)
-            swapped += tl.load(k_grad + at_group + other[None, :], mask=is_k[:, None] & real, other=0.0).to(tl.float32)
-            angle = token * half + tl.where(column < half, column, column - half)  # [DIM]
-            c = tl.load(cos + angle, mask=column < dim, other=0.0)[None, :]
-            s = tl.load(sin + angle, mask=column < dim, other=0.0)[None, :]
-            grad = grad * c + swapped * tl.where(column < half, s, -s)
-        else:
-            grad = tl.where(is_q[:, None], grad * tl.load(stretch + token)[:, None], grad)
-        at_row = (token * groups * (2 * heads_in_group + 2) + slot)[:, None] * dim + column[None, :]
-        x = tl.load(mixed + at_row, mask=used, other=0.0).to(tl.float32)
-        inverse = tl.load(scales + token * SLOTS + slot, mask=normed, other=0.0)[:, None]
-        x *= inverse
-        q_sum += tl.sum(tl.where(is_q[:, None], grad * x, 0.0), 0)
-        k_sum += tl.sum(tl.where(is_k[:, None], grad * x, 0.0), 0)
-        grad *= w
-        grad = inverse * (grad - x * (tl.sum(grad * x, 1) / dim)[:, None])
-        gates = tl.load(gate_grad + at_head + column[None, :], mask=is_gate[:, None] & real, other=0.0).to(tl.float32)
-        values = tl.load(v_grad + at_group + column[None, :], mask=is_v[:, None] & real, other=0.0).to(tl.float32)
-        grad = tl.where(normed[:, None], grad, gates + values)
-        tl.store(mixed_grad + at_row, grad.to(mixed_grad.dtype.element_ty), mask=used)
-    tl.store(partial + program * 2 * DIM + column, q_sum)
-    tl.store(partial + program * 2 * DIM + DIM + column, k_sum)
+    program = tl.program_id(0).to(tl.int64)
+    block, group = program // GROUPS, program % GROUPS
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, BLOCK)
+    real = (token < tokens)[:, None] & (column < DIM // 2)[None, :]
+    row = (token * GROUPS + group)[:, None] * ((2 * HEADS + 2) * DIM) + column[None, :]
+    to_heads = (token * GROUPS + group)[:, None] * (HEADS * DIM) + column[None, :]
+    to_group = (token * GROUPS + group)[:, None] * DIM + column[None, :]
+    kept = partial + program * (2 * DIM) + column
+    c, s, scale = 1.0, 0.0, 1.0
+    if ROPE:
+        c, s = _angles(cos, sin, token, column, real, DIM)
+    else:
+        scale = tl.load(stretch + token, mask=token < tokens, other=0.0)[:, None]
+    w1, w2 = _weights(q_weight, column, DIM)
+    first_sum = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
+    second_sum = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
+    for head in range(HEADS):
+        at = row + head * DIM
+        first, second = _head_backward(
+            mixed + at, q_grad + to_heads + head * DIM, mixed_grad + at, w1, w2, c, s, scale, real, eps, ROPE, DIM
+        )  # fmt: skip
+        first_sum += first
+        second_sum += second
+        _copy(gate_grad + to_heads + head * DIM, mixed_grad + at + HEADS * DIM, real, DIM)
+    _keep(kept, first_sum, second_sum, column, DIM)
+    w1, w2 = _weights(k_weight, column, DIM)
+    at = row + 2 * HEADS * DIM
+    first, second = _head_backward(
+        mixed + at, k_grad + to_group, mixed_grad + at, w1, w2, c, s, 1.0, real, eps, ROPE, DIM
+    )  # fmt: skip
+    _keep(kept + DIM, first, second, column, DIM)
+    _copy(v_grad + to_group, mixed_grad + at + DIM, real, DIM)
 
 
 class _Split(torch.autograd.Function):
@@ -133,38 +170,37 @@ class _Split(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         mixed = mixed.contiguous()
         tokens, dim = mixed.shape[0], q_weight.shape[0]
-        heads_in_group = (mixed[0].numel() // (groups * dim) - 2) // 2
+        heads_in_group = (mixed.shape[-1] // (groups * dim) - 2) // 2
         q, gate = (mixed.new_empty(tokens, groups * heads_in_group, dim) for _ in range(2))
         k, v = (mixed.new_empty(tokens, groups, dim) for _ in range(2))
-        blocks = {
-            "SLOTS": triton.next_power_of_2(groups * (2 * heads_in_group + 2)),
-            "DIM": triton.next_power_of_2(dim),
-        }
-        scales = torch.empty(tokens, blocks["SLOTS"], dtype=torch.float32, device=mixed.device)
-        ctx.sizes, ctx.blocks = (heads_in_group, groups, dim), blocks
-        ctx.rope = stretch is None
+        block = triton.next_power_of_2(dim // 2)
+        ctx.eps = eps
+        ctx.constants = {
+            "ROPE": stretch is None, "GROUPS": groups, "HEADS": heads_in_group, "DIM": dim,
+            "TOKENS": max(1, 1024 // block), "BLOCK": block,
+        }  # fmt: skip
         positions = (cos, sin, cos if stretch is None else stretch)
         if tokens:
-            _split_forward[(tokens,)](
-                mixed, q_weight, k_weight, *positions, q, gate, k, v, scales, *ctx.sizes, eps,
-                ROPE=ctx.rope, **blocks, num_warps=8,
+            _split_forward[(groups * triton.cdiv(tokens, ctx.constants["TOKENS"]),)](
+                mixed, q_weight, k_weight, *positions, q, gate, k, v, tokens, eps, **ctx.constants
             )  # fmt: skip
-        ctx.save_for_backward(mixed, q_weight, k_weight, *positions, scales)
+        ctx.save_for_backward(mixed, q_weight, k_weight, *positions)
         return q, gate, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None, None]:
-        mixed, q_weight, k_weight, cos, sin, stretch, scales = ctx.saved_tensors
-        tokens, dim = len(mixed), q_weight.shape[0]
+        mixed, q_weight, k_weight, *positions = ctx.saved_tensors
+        tokens, dim, groups = len(mixed), q_weight.shape[0], ctx.constants["GROUPS"]
         mixed_grad = torch.empty_like(mixed)
-        count = programs(mixed, tokens)
-        partial = torch.zeros(count, 2, ctx.blocks["DIM"], dtype=torch.float32, device=mixed.device)
-        _split_backward[(count,)](
-            mixed, q_weight, k_weight, cos, sin, stretch, scales, *(grad.contiguous() for grad in grads),
-            mixed_grad, partial, tokens, *ctx.sizes, ROPE=ctx.rope, **ctx.blocks, num_warps=8,
-        )  # fmt: skip
-        both = summed(partial, torch.float32)[:, :dim]
-        return mixed_grad, both[0].to(q_weight.dtype), both[1].to(k_weight.dtype), None, None, None, None, None
+        count = groups * triton.cdiv(tokens, ctx.constants["TOKENS"])
+        partial = torch.empty(count, 2, dim, dtype=torch.float32, device=mixed.device)
+        if tokens:
+            _split_backward[(count,)](
+                mixed, q_weight, k_weight, *positions, *(grad.contiguous() for grad in grads),
+                mixed_grad, partial, tokens, ctx.eps, **ctx.constants,
+            )  # fmt: skip
+        q_weight_grad, k_weight_grad = summed(partial, q_weight.dtype)
+        return mixed_grad, q_weight_grad, k_weight_grad, None, None, None, None, None
 
 
 def split_heads(
@@ -213,8 +249,8 @@ def _gate_backward(
     inside = (head < heads)[:, None] & (column < dim)[None, :]
     dtype = attention_grad.dtype.element_ty
     b = tl.load(bias + head, mask=head < heads, other=0.0).to(tl.float32)[:, None]
-    total = tl.zeros([HEADS], dtype=tl.float32)
-    for index in range(program, tokens, step):
+    total = tl.zeros([HEADS, DIM], dtype=tl.float32)
+    for index in tl.range(program, tokens, step, num_stages=2):
         at = ((tl.zeros([1], dtype=tl.int64) + index) * heads + head)[:, None] * dim + column[None, :]
         a = tl.load(attention + at, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32) + b
@@ -222,9 +258,9 @@ def _gate_backward(
         d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(attention_grad + at, (d * open_).to(dtype), mask=inside)
         d = d * a * open_ * (1 - open_)
-        total += tl.sum(d, 1)
+        total += d
         tl.store(gate_grad + at, d.to(dtype), mask=inside)
-    tl.store(partial + program * HEADS + head, total)
+    tl.store(partial + program * heads + head, tl.sum(total, 1), mask=head < heads)
 
 
 class _Gate(torch.autograd.Function):
@@ -245,12 +281,12 @@ class _Gate(torch.autograd.Function):
         tokens, heads, dim = attention.shape
         attention_grad, gate_grad = torch.empty_like(attention), torch.empty_like(gate)
         count = programs(attention, tokens)
-        partial = torch.zeros(count, ctx.blocks["HEADS"], dtype=torch.float32, device=bias.device)
+        partial = torch.empty(count, heads, dtype=torch.float32, device=bias.device)
         _gate_backward[(count,)](
             attention, gate, bias, grads[0].contiguous(), attention_grad, gate_grad, partial, tokens, heads, dim,
             **ctx.blocks,
         )  # fmt: skip
-        return attention_grad, gate_grad, summed(partial[:, :heads], bias.dtype)
+        return attention_grad, gate_grad, summed(partial, bias.dtype)
 
 
 def output_gate(attention: Tensor, gate: Tensor, bias: Tensor) -> Tensor:

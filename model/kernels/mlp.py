@@ -1,5 +1,6 @@
 """SwiGLU, and what surrounds the experts: copies of rows on their way out, their weighted sum on the way back."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -40,12 +41,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, dtype: torch.dtype) -> Tensor:
         gate_up = gate_up.contiguous()
-        width = gate_up.shape[-1] // 2
-        out = torch.empty(*gate_up.shape[:-1], width, dtype=dtype, device=gate_up.device)
         ctx.save_for_backward(gate_up)
-        if rows := out.numel() // width:
-            _swiglu_forward[(rows, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK=BLOCK)
-        return out
+        return activate(gate_up, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -56,6 +53,15 @@ class _SwiGLU(torch.autograd.Function):
             grid = (rows, triton.cdiv(width, BLOCK))
             _swiglu_backward[grid](gate_up, grads[0].contiguous(), gate_up_grad, width, BLOCK=BLOCK)
         return gate_up_grad, None
+
+
+def activate(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """`swiglu` of a contiguous tensor, without its gradient."""
+    width = gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], width, dtype=dtype, device=gate_up.device)
+    if rows := out.numel() // width:
+        _swiglu_forward[(rows, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK=BLOCK)
+    return out
 
 
 def swiglu(gate_up: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -100,15 +106,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor, weights: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
         rows, weights = rows.contiguous(), weights.contiguous()
-        tokens, topk = weights.shape
-        width = rows.shape[1]
-        out = torch.empty(tokens, width, dtype=dtype, device=rows.device)
-        if tokens:
-            grid = (tokens, triton.cdiv(width, BLOCK))
-            _sum_copies[grid](rows, places, weights, out, width, scaling, TOPK=topk, WEIGHTED=True, BLOCK=BLOCK)
         ctx.save_for_backward(rows, places, weights)
         ctx.scaling = scaling
-        return out
+        return weighted_sum(rows, places, weights, scaling, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
@@ -126,6 +126,16 @@ class _Combine(torch.autograd.Function):
         return rows_grad, None, weights_grad, None, None
 
 
+def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """`combine` of contiguous tensors, without its gradients."""
+    (tokens, topk), width = weights.shape, rows.shape[1]
+    out = torch.empty(tokens, width, dtype=dtype, device=rows.device)
+    if tokens:
+        grid = (tokens, triton.cdiv(width, BLOCK))
+        _sum_copies[grid](rows, places, weights, out, width, scaling, TOPK=topk, WEIGHTED=True, BLOCK=BLOCK)
+    return out
+
+
 def combine(rows: Tensor, places: Tensor, weights: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """`numerics.combine_experts` of the rows [rows, hidden] at places [tokens * topk], without gathering them first.
 
@@ -138,12 +148,30 @@ def combine(rows: Tensor, places: Tensor, weights: Tensor, scaling: float, dtype
     return _Combine.apply(rows, places, weights, scaling, dtype)
 
 
+@triton.jit
+def _take(x, index, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    tl.store(out + row * width + columns, tl.load(x + tl.load(index + row) * width + columns, mask=inside), mask=inside)
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] of contiguous rows, without its gradient: `index_select` reaches little more than half of this speed."""
+    width = prod(x.shape[1:])
+    out = x.new_empty(len(index), *x.shape[1:])
+    if len(index):
+        block = min(4096, triton.next_power_of_2(width))
+        _take[(len(index), triton.cdiv(width, block))](x, index, out, width, BLOCK=block)
+    return out
+
+
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(places)
         ctx.copies = copies
-        return x.index_select(0, index)
+        return take_rows(x.contiguous(), index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -159,7 +187,7 @@ def spread_rows(x: Tensor, index: Tensor, places: Tensor, copies: int) -> Tensor
 def sum_copies(rows: Tensor, places: Tensor, copies: int) -> Tensor:
     """[tokens, …]: the float32 sums of each token's rows, which are at the places places[token * copies : …]."""
     rows = rows.contiguous()
-    tokens, width = len(places) // copies, rows[0].numel() if len(rows) else 1
+    tokens, width = len(places) // copies, prod(rows.shape[1:])
     out = rows.new_empty(tokens, *rows.shape[1:])
     if tokens:
         _sum_copies[(tokens, triton.cdiv(width, BLOCK))](

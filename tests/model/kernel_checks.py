@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from beam_rl.model import numerics
-from beam_rl.model.kernels import experts, gradients, head, heads, mlp, norm
+from beam_rl.model.kernels import experts, gradients, head, heads, mlp, norm, route
+from beam_rl.model.rows import ExpertOrder, sort_by_expert
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -139,21 +140,18 @@ def check_experts() -> None:
     for dtype in DTYPES:
         for tokens, topk, count, hidden, width in ((1, 1, 2, 16, 8), (40, 2, 5, 32, 24), (9, 4, 8, 64, 1032)):
             ids = torch.rand(tokens, count - 1, device=DEVICE).topk(topk).indices  # the last expert has no tokens
-            order = ids.flatten().argsort(stable=True)
-            places = order.argsort()
-            ends = torch.bincount(ids.flatten(), minlength=count).cumsum(0, dtype=torch.int32)
+            order = sort_by_expert(ids, torch.bincount(ids.flatten(), minlength=count)[None])
 
             def definition(
-                x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor,
-                order: Tensor = order, places: Tensor = places, ends: Tensor = ends,
-            ) -> Tensor:  # fmt: skip
-                rows = linear(x[order // weights.shape[1]], gate_up, ends)
-                outputs = linear(numerics.swiglu(*rows.chunk(2, -1)), down, ends)[places]
+                x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, order: ExpertOrder = order
+            ) -> Tensor:
+                rows = linear(x[order.tokens], gate_up, order.ends)
+                outputs = linear(numerics.swiglu(*rows.chunk(2, -1)), down, order.ends)[order.places]
                 total = (weights[..., None] * outputs.view(*weights.shape, -1).to(weights.dtype)).sum(1)
                 return (total * 2.5).to(x.dtype)
 
-            def kernel(*inputs: Tensor, order: Tensor = order, places: Tensor = places, ends: Tensor = ends) -> Tensor:
-                return experts.experts(*inputs, ends, order, places, 2.5)
+            def kernel(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, order: ExpertOrder = order) -> Tensor:
+                return experts.experts(x, gate_up, down, weights, order, 2.5)
 
             inputs = [rand(tokens, hidden, dtype=dtype)]
             for shape in ((count, 2 * width, hidden), (count, hidden, width)):
@@ -173,7 +171,7 @@ def check_gradients() -> None:
 
 def check_heads() -> None:
     for dtype in DTYPES:
-        for tokens, groups, inner, dim in ((1, 1, 1, 8), (5, 2, 3, 24), (9, 2, 2, 32)):
+        for tokens, groups, inner, dim in ((1, 1, 1, 8), (5, 2, 3, 24), (70, 2, 2, 32)):
             mixed = rand(tokens, groups * (2 * inner + 2) * dim, dtype=dtype)
             q_weight, k_weight = rand(dim, dtype=dtype, around=1.0), rand(dim, dtype=dtype, around=1.0)
             positions = torch.arange(tokens, device=DEVICE) * 700
@@ -234,6 +232,116 @@ def check_head() -> None:
                 found = head.gradient_(logits.clone(), targets, normaliser, weights, 0, cap, 0.7)
                 step = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype]
                 torch.testing.assert_close(found.double(), exact.grad, rtol=4 * step, atol=4 * step)
+
+
+ROUTINGS = (  # tokens, experts, topk, groups, groups chosen
+    (1, 4, 2, 1, 1), (5, 10, 3, 5, 2), (70, 64, 8, 8, 4), (9, 96, 6, 3, 2), (200, 12, 5, 2, 2), (17, 260, 32, 1, 1),
+)  # fmt: skip
+
+
+def check_route() -> None:
+    for dtype in DTYPES:
+        for tokens, count, topk, groups, best in ROUTINGS:
+            hidden = 16
+            x, weight = rand(tokens, hidden, dtype=dtype), rand(count, hidden)
+            bias = 0.2 * torch.randn(count, device=DEVICE)
+            wanted = torch.rand(tokens, count, device=DEVICE).topk(topk).indices
+            packed = wanted.to(torch.uint8 if count <= 256 else torch.int16)[:, None].expand(-1, 3, -1).contiguous()
+            for normalise in (True, False):
+                for replay in (None, (packed[:, 1], None), (packed[:, 1], torch.arange(tokens, device=DEVICE) % 3 > 0)):
+                    rule = (bias, topk, groups, best, normalise)
+                    logits = numerics.router_logits(x, weight)
+                    ids = numerics.route(logits, *rule)[1]
+                    if replay is not None:
+                        ids = wanted if replay[1] is None else torch.where(replay[1][:, None], wanted, ids)
+                    same, _, found, counts = route.route(x, weight, *rule, replay)
+                    assert torch.equal(same, x)
+                    assert torch.equal(found, ids)
+                    assert torch.equal(counts.sum(0), torch.bincount(ids.flatten(), minlength=count))
+
+                    def definition(
+                        x: Tensor, weight: Tensor, ids: Tensor = ids, normalise: bool = normalise
+                    ) -> tuple[Tensor, Tensor]:
+                        weights = numerics.route_weights(F.linear(x.to(weight.dtype), weight), ids, normalise)
+                        return x.to(weight.dtype) * 0.5, weights  # the experts' part, which meets the router's in x
+
+                    def kernel(
+                        x: Tensor, weight: Tensor, rule: Any = rule, replay: Any = replay
+                    ) -> tuple[Tensor, Tensor]:
+                        same, weights, *_ = route.route(x, weight, *rule, replay)
+                        return same.to(weight.dtype) * 0.5, weights
+
+                    compare(kernel, definition, (x, weight), torch.float32)
+    _check_pieces()
+    _check_ties()
+    _check_nan()
+
+
+def _check_pieces() -> None:
+    """The weight's gradient from an input in bfloat16 is no less exact than float32's."""
+    x, weight, bias = rand(70, 32).detach().bfloat16(), rand(12, 32), torch.zeros(12, device=DEVICE)
+    wanted = torch.rand(70, 12, device=DEVICE).topk(3).indices
+
+    def definition(weight: Tensor) -> Tensor:
+        return numerics.route_weights(F.linear(x.to(weight.dtype), weight), wanted)
+
+    compare(lambda w: route.route(x, w, bias, 3, 2, 1, True, (wanted, None))[1], definition, (weight,), torch.float32)
+
+
+def _check_ties() -> None:
+    """Of equal scores the lower id is chosen, and stands first; of equal groups the first."""
+    logits = torch.tensor([[0.0] * 12, [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0], [-1] * 4 + [2] * 8], device=DEVICE)
+    eye, bias = torch.eye(12, device=DEVICE), torch.zeros(12, device=DEVICE)
+    ids = route.route(logits, eye, bias, 4, 3, 2, True, None)[2]
+    assert ids.tolist() == [[0, 1, 2, 3], [7, 8, 9, 4], [4, 5, 6, 7]]
+    low = torch.full((1, 12), -200.0, device=DEVICE)  # whose sigmoid is 0
+    assert route.route(low, eye, bias, 4, 3, 2, True, None)[2].tolist() == [[0, 1, 2, 3]]
+    assert route.route(low, eye, bias - 1, 4, 3, 2, True, None)[2].tolist() == [[0, 1, 2, 3]]
+
+
+def _check_nan() -> None:
+    """NaN, and replayed ids that no expert has, give NaN to their own token and distinct or sane ids to all."""
+    count = 10
+    logits = torch.randn(4, count, device=DEVICE)
+    logits[1, 7], logits[2] = float("nan"), float("nan")
+    logits[3, 2], logits[3, 5] = float("inf"), float("-inf")
+    eye, bias = torch.eye(count, device=DEVICE), torch.zeros(count, device=DEVICE)
+    bias[4] = float("-inf")
+
+    def at_logits(ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        original = numerics.router_logits
+        numerics.router_logits = lambda x, _: x  # a product would spread the NaN over all experts
+        try:
+            return route.route(logits, eye, bias, 4, 5, 3, True, None if ids is None else (ids, None))[1:3]
+        finally:
+            numerics.router_logits = original
+
+    weights, ids = at_logits()
+    assert weights.isnan().any(-1).tolist() == [False, True, True, False]
+    assert ((ids >= 0) & (ids < count)).all()
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    assert ids[1, 0] == 7
+    weights, ids = at_logits(torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 10, -1]], device=DEVICE))
+    assert weights[3].isnan().all()
+    assert ids[3].tolist() == [0, 1, 0, 0]
+
+
+def check_sort() -> None:
+    """As a stable sort does it, also where a token has an expert twice, and where there is no token."""
+    eye = torch.eye(260, device=DEVICE)
+    for tokens, count, topk, *_ in (*ROUTINGS, (0, 6, 2), (150, 3, 2), (300, 130, 4)):
+        for twice in (False, True):
+            shape = (tokens, topk)
+            ids = torch.rand(tokens, count, device=DEVICE).topk(topk).indices
+            if twice:
+                ids = torch.randint(0, count, shape, device=DEVICE)
+            x = torch.zeros(tokens, 260, device=DEVICE)
+            _, _, same, counts = route.route(x, eye[:count], eye[0, :count], topk, 1, 1, True, (ids, None))
+            assert torch.equal(same, ids)
+            expected = sort_by_expert(ids, torch.bincount(ids.flatten(), minlength=count)[None])
+            for found, right in zip(route.sort(ids, counts), expected, strict=True):
+                assert found.dtype == right.dtype
+                assert torch.equal(found, right)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from beam_rl.model.attention import context_index
+from beam_rl.model.attention import context_index, windowed_attention
+from beam_rl.model.batch import PackedBatch
 from beam_rl.model.cpu_attention import short_attention
 
 SCALE = 0.25
@@ -31,6 +32,20 @@ def test_short_and_long_sequences_attend_alike(window: int | None) -> None:
     """Which of the two a sequence gets depends on its length: neither values nor gradients may show it."""
     ours, theirs = inputs(torch.float32), inputs(torch.float32)
     a, b = short_attention(*ours, window, SCALE), kernel(theirs, window)
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(a.shape)
+    a.backward(upstream)
+    b.backward(upstream)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [8, 7])  # 40 tokens: whole blocks, and a last one that is padded
+def test_attention_in_blocks_sees_the_window_and_nothing_else(window: int) -> None:
+    """The rows that pad a sequence, and the sequence before it, lie beside it in memory."""
+    ours, theirs = inputs(torch.float32), inputs(torch.float32)
+    mask = PackedBatch.from_lengths([40] * 3).window_mask(3, 40, window, torch.float32)
+    a, b = windowed_attention(*ours, window, mask, SCALE), kernel(theirs, window)
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     upstream = torch.randn(a.shape)
     a.backward(upstream)

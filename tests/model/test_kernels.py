@@ -16,7 +16,21 @@ CHECKS = Path(__file__).with_name("kernel_checks.py")
 
 
 @pytest.mark.parametrize(
-    "name", ["norm", "boundary", "swiglu", "combine", "spread", "experts", "gradients", "heads", "gate", "head"]
+    "name",
+    [
+        "norm",
+        "boundary",
+        "swiglu",
+        "combine",
+        "spread",
+        "experts",
+        "gradients",
+        "heads",
+        "gate",
+        "head",
+        "route",
+        "sort",
+    ],
 )
 def test_a_kernel_is_its_definition(name: str) -> None:
     environment = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from beam_rl import tiny
-from beam_rl.model import numerics
+from beam_rl.model import fused, numerics
 from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.tensors import initial_tensors
@@ -278,24 +278,25 @@ def distance(
 def first_tie(model: Path, tokens: list[int]) -> int | None:
     """The first position at which the router's choice hangs on less than `TIE`; None if there is none."""
     margins: list[torch.Tensor] = []
-    original = numerics.route
+    original = fused.route
 
     def route(
-        logits: torch.Tensor, bias: torch.Tensor, topk: int, n_group: int, topk_group: int, normalise: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        grouped = (logits.detach().sigmoid() + bias).unflatten(1, (n_group, -1))
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, topk: int, n_group: int, topk_group: int, *rest: Any
+    ) -> tuple[torch.Tensor, ...]:
+        logits = numerics.router_logits(x, weight).detach()
+        grouped = (logits.sigmoid() + bias).unflatten(1, (n_group, -1))
         sums = grouped.topk(2, dim=-1).values.sum(-1)
         best = sums.topk(topk_group + 1, dim=-1)
         allowed = grouped.gather(1, best.indices[:, :topk_group, None].expand(-1, -1, grouped.shape[2])).flatten(1)
         chosen = allowed.topk(topk + 1, dim=-1).values
         margins.append(torch.minimum(-best.values.diff()[:, -1], -chosen.diff()[:, -1]))
-        return original(logits, bias, topk, n_group, topk_group, normalise)
+        return original(x, weight, bias, topk, n_group, topk_group, *rest)
 
-    numerics.route = route
+    fused.route = route
     try:
         trainer_score(model, torch.tensor([tokens]))
     finally:
-        numerics.route = original
-    assert margins, "the trainer no longer routes with numerics.route"
+        fused.route = original
+    assert margins, "the trainer no longer routes with fused.route"
     near = (torch.stack(margins).amin(0)[: len(tokens)] < TIE).nonzero()
     return int(near[0]) if len(near) else None
