@@ -22,6 +22,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from beam_rl.rollout import quick_capture
+
 
 class CapturingModelRunner(CPUModelRunner):
     """CPU model runner that returns routed experts where the engine was asked for them."""
@@ -75,6 +77,7 @@ class BeamCPUWorker(CPUWorker):
     """vLLM's CPU worker with the capturing runner."""
 
     def init_device(self) -> None:
+        quick_capture.install()
         super().init_device()
         # Linux wants AMX to be asked for. vLLM's kernels do not ask, so without this the first step kills the process
         # unless it is large enough for PyTorch to have asked.

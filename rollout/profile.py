@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from beam_rl.model.errors import BadInput
 from beam_rl.model.mxfp8_config import Mxfp8Settings
-from beam_rl.rollout.transfer import BACKEND, NCCL_BACKEND
+from beam_rl.rollout.transfer import BACKEND, IPC_BACKEND, NCCL_BACKEND
 
 Device = Literal["cpu", "gpu"]
 _PLACE = "generator.inference_engine"
@@ -22,6 +22,8 @@ MXFP8_KEY = "beam_mxfp8"
 class EngineProfile:
     """Arguments of a vLLM engine on one kind of device, by the names of vLLM's `EngineArgs`."""
 
+    worker_cls: str | None = None
+    """Class of the workers, by path. None: the platform's, which for Beam on a CPU is ours (`cpu_platform`)."""
     weight_transfer: str | None = None
     """Backend that brings the trainer's weights, by its name in vLLM's factories. None: it depends on where the
     trainer is."""
@@ -35,6 +37,7 @@ class EngineProfile:
     def engine_args(self) -> dict[str, Any]:
         """Engine arguments, without those that are left to vLLM."""
         sized = {
+            "worker_cls": self.worker_cls,
             "block_size": self.block_size,
             "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
             "disable_hybrid_kv_cache_manager": self.disable_hybrid_kv_cache_manager,
@@ -43,6 +46,8 @@ class EngineProfile:
         return {
             # Log-probs of the distribution that is sampled from, temperature included: what the trainer computes too.
             "logprobs_mode": "processed_logprobs",
+            # Nobody reads a rollout before it is complete: log-probs and routes need not travel token by token.
+            "scheduler_cls": "beam_rl.rollout.pieces.scheduler",
         } | {name: value for name, value in sized.items() if value is not None}
 
 
@@ -53,7 +58,7 @@ PROFILES: dict[Device, EngineProfile] = {
         kv_cache_memory_bytes=2**30,
         disable_hybrid_kv_cache_manager=True,
     ),
-    "gpu": EngineProfile(),
+    "gpu": EngineProfile(worker_cls="beam_rl.rollout.gpu_worker.RolloutWorker"),
 }
 
 CPU_ENVIRONMENT = {
@@ -74,15 +79,15 @@ def engine_init_kwargs(device: Device, mxfp8: Mxfp8Settings | None = None, *, se
             loads must be rounded already. The trainer sends such weights (`TrainerEngine.rollout_weights`), for the
             first time before the first rollout (SkyRL's `RayPPOTrainer.train`); a checkpoint for an engine without a
             trainer is written by `trainer.responses.write_served`.
-        separate: the trainer's GPUs are others, and it pushes its weights. On the same GPUs SkyRL's CUDA IPC is used,
-            unless the recipe names `beam_ipc` (`receive_gpu`).
+        separate: the trainer's GPUs are others, and weights go over NCCL, not CUDA IPC. Of SkyRL's own receivers, the
+            one for NCCL would wait forever at its second transfer under vLLM 0.33, and both reload (`receive_gpu`).
 
     Raises:
         BadInput: MXFP8 on a GPU, other than of weights only.
     """
     args = PROFILES[device].engine_args()
-    if device == "gpu" and separate:
-        args["weight_transfer_config"] = {"backend": NCCL_BACKEND}  # SkyRL's would wait forever at its second transfer
+    if device == "gpu":
+        args["weight_transfer_config"] = {"backend": NCCL_BACKEND if separate else IPC_BACKEND}
     if mxfp8 is not None and mxfp8.activations:
         if device == "gpu":
             raise BadInput(

@@ -65,8 +65,7 @@ def test_without_r3_its_rules_do_not_bind(change: dict[str, Any]) -> None:
     check_engine(SOUND | change | {"enable_return_routed_experts": False}, "gpu")
 
 
-@pytest.mark.parametrize(("separate", "backend"), [(False, None), (True, "beam_nccl")])
-def test_the_transport_on_gpus_follows_from_where_the_trainer_is(separate: bool, backend: str | None) -> None:
-    found = engine_init_kwargs("gpu", separate=separate).get("weight_transfer_config")
-    assert found == (backend and {"backend": backend})
+@pytest.mark.parametrize(("separate", "backend"), [(False, "beam_ipc"), (True, "beam_nccl")])
+def test_the_transport_on_gpus_follows_from_where_the_trainer_is(separate: bool, backend: str) -> None:
+    assert engine_init_kwargs("gpu", separate=separate)["weight_transfer_config"] == {"backend": backend}
     assert engine_init_kwargs("cpu", separate=separate) == engine_init_kwargs("cpu")
