@@ -129,12 +129,17 @@ def table(found: Iterable[Tuned]) -> str:
 
 
 def tune(
-    shape: MoeShape, out: Path, seconds: float, tell: Callable[[Tuned], None] | None = None
+    shape: MoeShape,
+    out: Path,
+    seconds: float,
+    tell: Callable[[Tuned], None] | None = None,
+    sizes: Iterable[int] = TOKENS,
 ) -> tuple[Path, list[Tuned]]:
     """Tune on this process's GPU, and write the table into the folder under the name that vLLM looks up.
 
     Args:
         tell: is given every batch size's best as soon as it is known.
+        sizes: batches to tune for, in tokens.
     """
     from vllm.model_executor.layers.fused_moe.fused_moe import get_config_file_name, get_default_config
 
@@ -142,7 +147,7 @@ def tune(
         return get_default_config(tokens, shape.experts, shape.width, shape.hidden, shape.topk, None)
 
     found = []
-    for tuned in search(shape, Bench(shape).measure, default, seconds):
+    for tuned in search(shape, Bench(shape).measure, default, seconds, sizes):
         found.append(tuned)
         if tell is not None:
             tell(tuned)

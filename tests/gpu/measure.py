@@ -58,6 +58,8 @@ def measure(name: str, model: torch.nn.Module, step: Callable[[], None], clear: 
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     everything = sum(sizes.values())
     seconds = []
+    gc.collect()
+    gc.freeze()  # as training does
     for repetition in range(WARM_UP + REPETITIONS):
         if repetition == WARM_UP:
             gc.collect()

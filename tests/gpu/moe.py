@@ -1,27 +1,39 @@
 """Tile sizes tuned for the 7.2 B Beam on this card: kernel by kernel, and what rollouts gain."""
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from beam_rl import apart
-from beam_rl.rollout.moe_tuning import MoeShape, tune
-from tests.gpu.rollout import large, throughput, variants
+from beam_rl.rollout.moe_tuning import MoeShape, Tuned, tune
+from tests.gpu.checks import Checks
+from tests.gpu.engines import Tell, streamed
+from tests.gpu.models import large
+from tests.gpu.rollout import throughput, variants
 
-SECONDS = 60.0
+SECONDS = 30.0
+TOKENS = (1, 8, 64, 256, 2048)
+REPETITIONS = 3
 
 
-def run(report: Callable[[str, Any], None]) -> None:
-    shape = MoeShape.of(large(), 1)
+def run(report: Tell) -> None:
+    checks = Checks()
     with tempfile.TemporaryDirectory() as temporary:
-        tables = Path(temporary) / "tables"
-        file, found = apart.call(tune, shape, tables, SECONDS)
-        report("table", file.name)
-        for tuned in found:
-            took = f"{tuned.default_us:.1f} us by default, {tuned.best_us:.1f} us tuned, {tuned.tried} tried"
-            report(f"{tuned.tokens} tokens", took)
-        default = variants()["rollout"]
-        tuned_too = replace(default, environment=(("VLLM_TUNED_CONFIG_FOLDER", str(tables)),))
-        throughput(Path(temporary), report, {"default tiles": default, "tuned tiles": tuned_too})
+        folder, tables = Path(temporary), Path(temporary) / "tables"
+        failed = streamed(search, (tables,), report, folder)
+        checks.expect(failed is None, str(failed))
+        if failed is None:
+            default = variants()["rollout"]
+            tuned = replace(default, environment=(("VLLM_TUNED_CONFIG_FOLDER", str(tables)),))
+            throughput(folder, report, {"default tiles": default, "tuned tiles": tuned}, REPETITIONS, checks)
+    checks.done()
+
+
+def search(tell: Tell, tables: Path) -> None:
+    """Write a table."""
+
+    def report(tuned: Tuned) -> None:
+        took = f"{tuned.default_us:.1f} us by default, {tuned.best_us:.1f} us tuned, {tuned.tried} tried"
+        tell(f"{tuned.tokens} tokens", took)
+
+    file, _ = tune(MoeShape.of(large(), 1), tables, SECONDS, report, TOKENS)
+    tell("table", file.name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("kernels", "parity", "training", "rollout", "moe", "sync")
+PARTS = ("kernels", "parity", "training", "rollout", "speculation", "moe", "sync")
 
 
 def main() -> int:
@@ -46,13 +46,15 @@ def report(results: dict[str, Any], out: Path | None, part: str, key: str, value
     """Print one result, and keep it: whoever stops a part early has what was measured by then."""
     results[part][key] = value
     write(results, out)
-    print(f"{part:<9} {key:<64} {f'{value:.4g}' if isinstance(value, float) else value}", flush=True)
+    print(f"{part:<11} {key:<64} {f'{value:.4g}' if isinstance(value, float) else value}", flush=True)
 
 
 def write(results: dict[str, Any], out: Path | None) -> None:
-    """The results so far, as JSON."""
+    """The results so far, as JSON; the file is whole whenever the process is stopped."""
     if out is not None:
-        out.write_text(json.dumps(results, indent=1))
+        beside = out.with_name(f"{out.name}.new")
+        beside.write_text(json.dumps(results, indent=1))
+        beside.replace(out)
 
 
 if __name__ == "__main__":
