@@ -16,12 +16,16 @@ def forget_norm(normed: Tensor, x: Tensor, weight: Tensor, eps: float, until: Te
     """
     if not until.requires_grad:
         return
-    place, storage = normed.data, normed.untyped_storage()  # writing to `data` is no change that autograd would refuse
-    x, weight, size = x.detach(), weight.detach(), storage.nbytes()
+    storage = normed.untyped_storage()
+    size = storage.nbytes()
+    # Writing to `data` is no change that autograd would refuse.
+    kept = [(normed.data, x.detach(), weight.detach())]
 
     def compute_again(_: Tensor) -> None:
-        storage.resize_(size)
-        fused.rms_norm_into(place, x, weight, eps)
+        if kept:  # given away: the hook lives as long as the graph, and must not keep them alive
+            place, x, weight = kept.pop()
+            place.untyped_storage().resize_(size)
+            fused.rms_norm_into(place, x, weight, eps)
 
     until.register_hook(compute_again)
     storage.resize_(0)

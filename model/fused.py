@@ -197,7 +197,8 @@ def route(
     if given is not None and captured is None:
         ids = given.long()
     else:
-        weights, ids = numerics.route(logits, bias, topk, n_group, topk_group, normalise)
+        chooser = logits if given is None else logits.detach()
+        weights, ids = numerics.route(chooser, bias, topk, n_group, topk_group, normalise)
         if given is not None and captured is not None:
             ids = torch.where(captured[:, None], given.long(), ids)
     if given is not None:

@@ -54,11 +54,12 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, targets, normaliser = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_grad, first = None, False
-        claimed = ctx.needs_input_grad[1] and len(hidden) > 0 and hasattr(weight, "claim_main_grad")
-        if claimed:  # summed up where it is wanted, in float32, and given to nobody
-            weight_grad, first = weight.claim_main_grad()
-        elif ctx.needs_input_grad[1]:
-            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        claims = hasattr(weight, "claim_main_grad")
+        if ctx.needs_input_grad[1]:
+            if not claims:
+                weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+            elif len(hidden):  # summed up where it is wanted, in float32, and given to nobody
+                weight_grad, first = weight.claim_main_grad()
         start = 0
         for part, wanted in _parts(hidden, targets, weight):
             here = slice(start, start + len(part))
@@ -70,7 +71,7 @@ class _Logprobs(torch.autograd.Function):
             if weight_grad is not None:
                 _add_product(weight_grad, grad.t(), part, first=first)
                 first = False
-        returned = None if claimed or weight_grad is None else weight_grad.to(weight.dtype)
+        returned = None if claims or weight_grad is None else weight_grad.to(weight.dtype)
         return hidden_grad, returned, None, None, None, None
 
 

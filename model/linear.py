@@ -25,6 +25,11 @@ def _plain(linear: "BeamColumnParallelLinear | BeamRowParallelLinear") -> bool:
     return linear.adapter is None and linear.mxfp8 is None and linear.tp_group.size() == 1
 
 
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [tokens, 1, in] by weight, as rows: of three axes PyTorch takes another path where nothing has a gradient."""
+    return F.linear(x[:, 0], weight)[:, None]
+
+
 class BeamColumnParallelLinear(ColumnParallelLinear):
     """Output features split over tensor-parallel ranks."""
 
@@ -41,7 +46,7 @@ class BeamColumnParallelLinear(ColumnParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """Output [tokens, 1, out / tp] of input [tokens (/ tp if sequence parallel), 1, in]; no bias."""
         if _plain(self):
-            return F.linear(input_, self.weight), None
+            return _product(input_, self.weight), None
         output, _ = super().forward(input_)
         return (output if self.adapter is None else self.adapter.join(output, input_)), None
 
@@ -90,7 +95,7 @@ class BeamRowParallelLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """Output [tokens (/ tp if sequence parallel), 1, out] of input [tokens, 1, in / tp]; no bias."""
         if _plain(self):
-            return F.linear(input_, self.weight), None
+            return _product(input_, self.weight), None
         output, _ = super().forward(input_)
         return (output if self.adapter is None else self.adapter.join(output, input_)), None
 

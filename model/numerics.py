@@ -51,12 +51,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def apply_rope(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of q and k, [tokens, heads, head_dim] each, at positions [tokens] inside their sequences."""
-    cos, sin = rope_cos_sin(positions, inv_freq)
-    return rotate(q, cos, sin), rotate(k, cos, sin)
-
-
 def ssmax_scale(positions: Tensor) -> Tensor:
     """Scalable-softmax factor of the query at each position, float32 [tokens]: ((p + 1) / 2048 + 1) ^ 0.1."""
     return torch.exp(SSMAX_EXPONENT * torch.log1p((positions.float() + 1) / SSMAX_LENGTH))

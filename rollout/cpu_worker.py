@@ -77,7 +77,7 @@ class BeamCPUWorker(CPUWorker):
     """vLLM's CPU worker with the capturing runner."""
 
     def init_device(self) -> None:
-        quick_capture.install()
+        quick_capture.install(self.vllm_config)
         super().init_device()
         # Linux wants AMX to be asked for. vLLM's kernels do not ask, so without this the first step kills the process
         # unless it is large enough for PyTorch to have asked.

@@ -31,6 +31,9 @@ def offline_engine(
 
     from vllm import LLM
 
+    settings = engine_init_kwargs(device)
+    if device == "gpu":
+        del settings["weight_transfer_config"]  # nobody sends here, and its receiver reads the checkpoint
     engine = LLM(
         str(model),
         dtype=dtype,
@@ -40,7 +43,7 @@ def offline_engine(
         max_model_len=longest,
         max_num_batched_tokens=max(2048, longest),
         enable_return_routed_experts=capture,
-        **(engine_init_kwargs(device) | arguments),
+        **(settings | arguments),
     )
     try:
         yield engine

@@ -7,9 +7,10 @@ where it arises, and goes out together.
 
 What a caller gets in the end is the same, bit by bit. Token by token as before go requests that stream (`DELTA`) or
 take their input in parts, and those with stop strings, which only the other process can find. The first token goes at
-once, so that the time to it is measured; so do the last one and all that brings more than tokens. A pause sends what is
-kept before it is complete: `weight_versions` stay true. An abort loses what is kept: at most `PIECE - 1` tokens, with
-all that belongs to them. Callers that watch a growing response (`CUMULATIVE`) see it grow by pieces.
+once, so that the time to it is measured; so do the last one and all that brings more than tokens. A pause of an engine
+in a process of its own sends what is kept before it is complete: `weight_versions` stay true. An abort or an error
+loses what is kept of its request: at most `PIECE - 1` tokens, with all that belongs to them. Callers that watch a
+growing response (`CUMULATIVE`) see it grow by pieces.
 """
 
 from typing import Any
@@ -49,7 +50,7 @@ if _unknown := set(EngineCoreOutput.__struct_fields__) - _KEPT - _SENT - _WITH_T
 
 def scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """vLLM's `scheduler_cls`: the scheduler in pieces that suits a configuration."""
-    quick_capture.install()
+    quick_capture.install(vllm_config)
     chosen = AsyncPieceScheduler if vllm_config.scheduler_config.async_scheduling else PieceScheduler
     return chosen(vllm_config=vllm_config, **arguments)
 
@@ -166,7 +167,8 @@ class _InPieces(Scheduler):
             for output in step.outputs:
                 name = output.request_id
                 piece = self._pieces.get(name)
-                if piece is not None and not at_once and _only_tokens(output):
+                fits = scores is None or (piece is not None and piece.columns <= scores.columns)
+                if piece is not None and fits and not at_once and _only_tokens(output):
                     if scores is not None and piece.columns:
                         scores.add(piece, name, len(output.new_token_ids))
                     piece.add(output)
@@ -179,7 +181,7 @@ class _InPieces(Scheduler):
                 if scores is not None and wanted and output.new_token_ids:
                     output.new_logprobs = scores.lists.slice_request(scores.index[name], len(output.new_token_ids))
                 sent.append(output)
-                if output.finish_reason is not None and name not in self.requests:
+                if output.finish_reason is not None and (piece is not None or name not in self.requests):
                     self._forget(name)
             step.outputs = sent
             if not sent and step.scheduler_stats is None and step.finished_requests is None:

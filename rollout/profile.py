@@ -22,8 +22,6 @@ MXFP8_KEY = "beam_mxfp8"
 class EngineProfile:
     """Arguments of a vLLM engine on one kind of device, by the names of vLLM's `EngineArgs`."""
 
-    worker_cls: str | None = None
-    """Class of the workers, by path. None: the platform's, which for Beam on a CPU is ours (`cpu_platform`)."""
     weight_transfer: str | None = None
     """Backend that brings the trainer's weights, by its name in vLLM's factories. None: it depends on where the
     trainer is."""
@@ -37,7 +35,6 @@ class EngineProfile:
     def engine_args(self) -> dict[str, Any]:
         """Engine arguments, without those that are left to vLLM."""
         sized = {
-            "worker_cls": self.worker_cls,
             "block_size": self.block_size,
             "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
             "disable_hybrid_kv_cache_manager": self.disable_hybrid_kv_cache_manager,
@@ -46,8 +43,6 @@ class EngineProfile:
         return {
             # Log-probs of the distribution that is sampled from, temperature included: what the trainer computes too.
             "logprobs_mode": "processed_logprobs",
-            # Nobody reads a rollout before it is complete: log-probs and routes need not travel token by token.
-            "scheduler_cls": "beam_rl.rollout.pieces.scheduler",
         } | {name: value for name, value in sized.items() if value is not None}
 
 
@@ -58,7 +53,7 @@ PROFILES: dict[Device, EngineProfile] = {
         kv_cache_memory_bytes=2**30,
         disable_hybrid_kv_cache_manager=True,
     ),
-    "gpu": EngineProfile(worker_cls="beam_rl.rollout.gpu_worker.RolloutWorker"),
+    "gpu": EngineProfile(),
 }
 
 CPU_ENVIRONMENT = {
@@ -86,7 +81,10 @@ def engine_init_kwargs(device: Device, mxfp8: Mxfp8Settings | None = None, *, se
         BadInput: MXFP8 on a GPU, other than of weights only.
     """
     args = PROFILES[device].engine_args()
+    # Nobody reads a rollout before it is complete: log-probs and routes need not travel token by token.
+    args["scheduler_cls"] = "beam_rl.rollout.pieces.scheduler"
     if device == "gpu":
+        args["worker_cls"] = "beam_rl.rollout.gpu_worker.RolloutWorker"
         args["weight_transfer_config"] = {"backend": NCCL_BACKEND if separate else IPC_BACKEND}
     if mxfp8 is not None and mxfp8.activations:
         if device == "gpu":

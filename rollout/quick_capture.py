@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector import worker as worker_side
 from vllm.distributed.aux_output_connector.connector import (
     AuxOutputConnectorMetadata,
@@ -29,17 +30,19 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
 )
 
 
-def install() -> None:
-    """Let vLLM build these connectors where it would build its own, in this process. Idempotent.
+def install(config: VllmConfig) -> None:
+    """Let vLLM build these connectors where it would build its own, in this process, if it captures at all. Idempotent.
 
     Raises:
         RuntimeError: vLLM's connectors have no longer the methods that these stand in for.
     """
+    if not config.aux_output_config.enabled:
+        return
     for owner, names in _USED:
         if missing := [name for name in names if not hasattr(owner, name)]:
             raise RuntimeError(
-                f"vLLM's {owner.__name__} has no {', '.join(missing)} any more: adapt {__name__}, or leave "
-                "scheduler_cls and worker_cls to vLLM; R3 works without it, more slowly."
+                f"vLLM's {owner.__name__} has no {', '.join(missing)} any more: adapt {__name__}, or turn R3 off "
+                "(beam.r3=false)."
             )
     scheduler_side.AuxOutputSchedulerConnector = QuickSchedulerConnector  # type: ignore[misc]
     worker_side.AuxOutputWorkerConnector = QuickWorkerConnector  # type: ignore[misc]

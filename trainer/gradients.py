@@ -44,9 +44,10 @@ class GradientBuffers(DistributedDataParallel):
             param.claim_main_grad = partial(self._claim, param)
 
     def _claim(self, param: Any) -> tuple[Tensor, bool]:
-        """`main_grad` of a parameter whose gradient its function adds itself, and whether to overwrite what is there.
+        """`main_grad` of a parameter, to which the caller now adds a gradient, and whether to overwrite what is there.
 
-        For gradients so large that a copy of them counts; autograd is told of none.
+        An autograd function may ask for it itself (`claim_main_grad`), if the gradient is so large that a copy counts;
+        to autograd it then returns None.
         """
         first = param not in self._held
         self._held.add(param)

@@ -255,10 +255,11 @@ class _Route(torch.autograd.Function):
         (tokens, experts), topk = logits.shape, ids.shape[1]
         tile = _tile(experts)
         grad = torch.empty_like(logits)
+        weights_grad = logits.new_zeros(ids.shape) if grads[1] is None else grads[1]
         in_pieces = needs_weight and x.dtype == torch.bfloat16
         pieces = x.new_empty(tokens, 3 * experts) if in_pieces else grad
         _backward[(_parts(tokens, tile),)](
-            logits, ids, grads[1].contiguous(), grad, pieces, tokens,
+            logits, ids, weights_grad.contiguous(), grad, pieces, tokens,
             EXPERTS=experts, TOPK=topk, NORMALISE=ctx.normalise, PIECES=in_pieces,
             K=triton.next_power_of_2(topk), **tile,
         )  # fmt: skip

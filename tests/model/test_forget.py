@@ -1,5 +1,7 @@
 """Norms that are computed twice: nothing may change but the memory."""
 
+import gc
+
 import torch
 from torch import Tensor
 
@@ -37,3 +39,16 @@ def test_without_a_backward_pass_nothing_is_forgotten() -> None:
     with torch.no_grad():
         normed, _ = chain([torch.ones(3, 4), torch.ones(4), torch.ones(4, 4)], forget=True)
     assert normed.untyped_storage().nbytes() > 0
+
+
+def alive_after_backward(*, forget: bool) -> int:
+    """Tensors of the norm's shape, while the graph is still there."""
+    inputs = [torch.randn(shape).requires_grad_() for shape in ((37, 16), (16,), (16, 16))]
+    _, branch = chain(inputs, forget=forget)
+    branch.sum().backward()
+    gc.collect()
+    return sum(isinstance(each, Tensor) and each.shape == branch.shape for each in gc.get_objects())
+
+
+def test_hooks_of_a_graph_keep_no_norm_that_was_computed_again() -> None:
+    assert alive_after_backward(forget=True) == alive_after_backward(forget=False)

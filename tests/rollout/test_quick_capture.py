@@ -144,5 +144,11 @@ def test_another_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     owner = quick_capture.QuickWorkerConnector.__base__
     assert owner is not None
     monkeypatch.delattr(owner, "_commit_output")
+    quick_capture.install(config(captures=False))
     with pytest.raises(RuntimeError, match="_commit_output"):
-        quick_capture.install()
+        quick_capture.install(config(captures=True))
+
+
+def config(*, captures: bool) -> Any:
+    """What `install` reads of vLLM's configuration."""
+    return SimpleNamespace(aux_output_config=SimpleNamespace(enabled=captures))
