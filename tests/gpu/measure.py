@@ -1,11 +1,9 @@
 """A training step's time, memory and kernels, measured alike for whoever computes it. Imports nothing but torch."""
 
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +39,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, SHAPE["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(0))
 
 
-def measure(name: str, model: torch.nn.Module, step: Callable[[], None], clear: Callable[[], None]) -> dict[str, float]:
+def measure(model: torch.nn.Module, step: Callable[[], None], clear: Callable[[], None]) -> dict[str, Any]:
     """Measure forward and backward.
 
     Args:
@@ -53,6 +51,7 @@ def measure(name: str, model: torch.nn.Module, step: Callable[[], None], clear: 
         busy: seconds of a step in which a kernel runs, if one at a time does.
         bytes: the most memory ever allocated at once, weights and gradients included.
         parameters, active: how many.
+        kernels: lines of the longest: ms, calls, name.
     """
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -72,17 +71,19 @@ def measure(name: str, model: torch.nn.Module, step: Callable[[], None], clear: 
         seconds.append(time.perf_counter() - start)
         clear()
     peak = torch.cuda.max_memory_allocated()
+    busy, lines = _profile(step, clear)
     return {
         "seconds": statistics.median(seconds[WARM_UP:]),
-        "busy": _profile(name, step, clear),
+        "busy": busy,
+        "kernels": lines,
         "bytes": peak,
         "parameters": everything,
         "active": everything - experts + experts * TOPK / EXPERTS,
     }
 
 
-def _profile(name: str, step: Callable[[], None], clear: Callable[[], None]) -> float:
-    """Seconds of all kernels of a step; the longest are listed in a file, if the environment names a folder OUT."""
+def _profile(step: Callable[[], None], clear: Callable[[], None]) -> tuple[float, list[str]]:
+    """Seconds of all kernels of a step, and lines of the longest."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
@@ -90,8 +91,5 @@ def _profile(name: str, step: Callable[[], None], clear: Callable[[], None]) -> 
     kernels = [event for event in profiler.key_averages() if event.self_device_time_total]
     kernels.sort(key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in kernels)
-    lines = [f"{name}: {total / 1e3:.1f} ms in {sum(event.count for event in kernels)} kernels; ms, calls, name"]
-    lines += [f"{event.self_device_time_total / 1e3:8.2f} {event.count:6} {event.key[:150]}" for event in kernels[:40]]
-    if out := os.environ.get("OUT"):
-        Path(out, f"training-{name.replace(', ', '-').replace(' ', '-')}.txt").write_text("\n".join(lines) + "\n")
-    return total / 1e6
+    lines = [f"{event.self_device_time_total / 1e3:8.2f} {event.count:6} {event.key[:150]}" for event in kernels[:40]]
+    return total / 1e6, lines

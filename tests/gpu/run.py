@@ -46,7 +46,12 @@ def report(results: dict[str, Any], out: Path | None, part: str, key: str, value
     """Print one result, and keep it: whoever stops a part early has what was measured by then."""
     results[part][key] = value
     write(results, out)
-    print(f"{part:<11} {key:<64} {f'{value:.4g}' if isinstance(value, float) else value}", flush=True)
+    shown = value
+    if isinstance(value, float):
+        shown = f"{value:.4g}"
+    elif isinstance(value, list):
+        shown = f"{len(value)} lines, in the JSON file"
+    print(f"{part:<11} {key:<64} {shown}", flush=True)
 
 
 def write(results: dict[str, Any], out: Path | None) -> None:

@@ -34,7 +34,7 @@ class NoOptimizer:
     def zero_grad(self) -> None: ...
 
 
-def ours(name: str, settings: dict[str, Any]) -> dict[str, float]:
+def ours(settings: dict[str, Any]) -> dict[str, Any]:
     """Measure the engine."""
     from beam_rl.model.config import BeamConfig
     from beam_rl.trainer.engine import EngineConfig, Sequence, TrainerEngine
@@ -47,7 +47,7 @@ def ours(name: str, settings: dict[str, Any]) -> dict[str, float]:
     def step() -> None:
         engine.forward_backward(samples, lambda logprobs, *_: (-logprobs.sum() / TOKENS, {}), replay=False)
 
-    return measure(name, engine.models[0], step, engine.zero_grad)
+    return measure(engine.models[0], step, engine.zero_grad)
 
 
 def theirs(mode: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def run(report: Callable[[str, Any], None]) -> None:
     report("bf16 matrix rate of the card, TFLOP/s", rate / 1e12)
     found: dict[str, dict[str, Any]] = {}
     for name, settings in OURS.items():
-        found[name] = apart.call(ours, name, settings)
+        found[name] = apart.call(ours, settings)
         _report(name, found[name], rate, report)
     for other, mode in THEIRS.items():
         reference = theirs(mode)
@@ -103,3 +103,4 @@ def _report(name: str, found: dict[str, Any], rate: float, report: Callable[[str
     report(f"{name}: TFLOP/s (6 x active x tokens)", used / 1e12)
     report(f"{name}: share of the card's matrix rate", used / rate)
     report(f"{name}: peak memory, GB", found["bytes"] / 1e9)
+    report(f"{name}: longest kernels", found["kernels"])
