@@ -28,20 +28,8 @@ class BeamCoreAttention(MegatronModule):
         self.scale = hf.head_dim**-0.5
         self.cp_group = pg_collection.cp
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedBatch | None = None,
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> Tensor:
         """Attention of query [tokens, heads, d] over key and value [tokens, groups, d]: [tokens, heads, d]."""
-        batch = packed_seq_params
-        if not isinstance(batch, PackedBatch) or attention_mask is not None:
-            raise TypeError("Beam takes its sequences as a PackedBatch, and no attention mask")
         if self.cp_group.size() > 1:
             return self._context_parallel(query, key, value, batch)
         if flash_takes(query) and (self.window is not None or len(batch.lengths) > 1):
@@ -177,8 +165,9 @@ class BeamSelfAttention(SelfAttention):
     ) -> tuple[Tensor, None]:
         """Attention block of hidden_states [tokens (/ tp if sequence parallel), 1, hidden], same shape out."""
         query, gate, key, value = self._project(hidden_states, packed_seq_params)
-        attend = self._checkpointed_attention_forward if self.checkpoint_core_attention else self._run_core_attention
-        output = attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        if attention_mask is not None:
+            raise TypeError("Beam takes no attention mask")
+        output = self.core_attention(query, key, value, packed_seq_params)
         output = fused.output_gate(output, gate, self.gate_bias)
         return self.linear_proj(output.flatten(1)[:, None])
 

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -42,7 +41,7 @@ class BeamRMSNorm(torch.nn.Module):
 class BeamMLP(MLP):
     """The dense layers' MLP."""
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """SwiGLU MLP of hidden_states [tokens, 1, hidden], same shape out."""
         gate_up, _bias = self.linear_fc1(hidden_states)
         return self.linear_fc2(fused.swiglu(gate_up))
@@ -101,7 +100,7 @@ class BeamTransformerLayer(TransformerLayer):
         self._forget(normed, hidden_states, self.input_layernorm, branch)
         weights = self.post_attention_layernorm.weight, self.pre_mlp_layernorm.weight
         hidden_states, normed = fused.boundary(branch, weights[0], hidden_states, weights[1], eps, addition)
-        branch, _ = self._mlp(normed, batch)
+        branch, _ = self.mlp(normed, batch)
         self._forget(normed, hidden_states, self.pre_mlp_layernorm, branch)
         weight = self.post_feedforward_layernorm.weight
         if self.next_norm is None:
@@ -113,13 +112,6 @@ class BeamTransformerLayer(TransformerLayer):
         """Do not keep the norm of x that the branch was computed from, unless the whole layer is recomputed anyway."""
         if self.config.recompute_granularity != "full":
             forget_norm(normed, x, norm.weight, norm.eps, branch)
-
-    def _mlp(self, normed: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
-        if self.is_moe_layer:
-            return self.mlp(normed, batch)
-        if self.recompute_mlp:
-            return tensor_parallel.checkpoint(self.mlp, False, normed)
-        return self.mlp(normed)
 
 
 def layer_spec(*, sparse: bool) -> ModuleSpec:

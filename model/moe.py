@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Router
@@ -177,18 +176,13 @@ class BeamMoELayer(MoELayer):
 
     def forward(self, hidden_states: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
         """Expert outputs of hidden_states [tokens (/ tp if sequence parallel), 1, hidden], same shape."""
-        if self.moe_layer_recompute and self.training:
-            return tensor_parallel.checkpoint(lambda x: self._run(x, batch), False, hidden_states), None
-        return self._run(hidden_states, batch), None
-
-    def _run(self, hidden_states: Tensor, batch: PackedBatch) -> Tensor:
         dispatcher = self.token_dispatcher
         x, weights, ids, counts = self.router(hidden_states, batch)
         if dispatcher.alone and self.experts.plain and x.is_cuda:
             order = fused.sort_by_expert(ids, counts)
-            return self.experts.mixture(x, weights, order).view(hidden_states.shape)
+            return self.experts.mixture(x, weights, order).view(hidden_states.shape), None
         rows, _ = dispatcher.dispatch_preprocess(x, ids, weights, counts)
         rows, _ = dispatcher.token_dispatch(rows, None)
         rows, ends, _ = dispatcher.dispatch_postprocess(rows, None)
         rows = dispatcher.combine_preprocess(self.experts(rows, ends))
-        return dispatcher.combine_postprocess(dispatcher.token_combine(rows)).view(hidden_states.shape)
+        return dispatcher.combine_postprocess(dispatcher.token_combine(rows)).view(hidden_states.shape), None

@@ -11,8 +11,6 @@ from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
 from beam_rl.model.mxfp8_config import Mxfp8Settings
 
-Recompute = Literal["full", "moe", "core_attn", "mlp"]
-
 UNSUPPORTED = {
     "virtual_pipeline_model_parallel_size": "virtual pipelining is not supported; use pp alone",
     "num_layers_in_first_pipeline_stage": "pipeline stages have equal numbers of layers; choose a pp that divides them",
@@ -49,7 +47,7 @@ def transformer_config(
     etp: int = 1,
     cp: int = 1,
     sequence_parallel: bool | None = None,
-    recompute: Recompute | None = None,
+    recompute: Literal["full"] | None = None,
     mxfp8: Mxfp8Settings | None = None,
     **overrides: Any,
 ) -> BeamTransformerConfig:
@@ -60,7 +58,7 @@ def transformer_config(
         params_dtype: of the weights and activations; router weights and biases are float32 always.
         tp, pp, ep, etp, cp: sizes of tensor, pipeline, expert, expert-tensor and context parallelism.
         sequence_parallel: default is tp > 1, which experts need.
-        recompute: "full" recomputes whole layers in the backward pass, the others the named part.
+        recompute: "full" recomputes whole layers in the backward pass.
         mxfp8: run projections in MXFP8.
         overrides: any other `TransformerConfig` field.
 
@@ -127,8 +125,6 @@ def transformer_config(
         }
     if recompute == "full":
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif recompute is not None:
-        fields |= {"recompute_granularity": "selective", "recompute_modules": [recompute]}
     return BeamTransformerConfig(**(fields | overrides))
 
 

@@ -62,7 +62,7 @@ def test_scores_are_those_of_all_logits(
     torch.testing.assert_close(entropies, -(plain.exp() * plain).sum(-1), atol=2e-6, rtol=0)
     (ours * weights).sum().backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-4)
+        assert (parameter.grad - gradients[name]).norm() <= 1e-4 * gradients[name].norm(), name
 
 
 def test_empty_sequence_is_refused() -> None:

@@ -95,12 +95,9 @@ def gradients(model: BeamModel, losses: Callable[[], list[Tensor]]) -> list[Tens
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("recompute", ["full", "moe", "core_attn", "mlp"])
-def test_recompute_uses_the_micro_batchs_own_routes(
-    build: Callable, small: BeamConfig, tokens: Tensor, recompute: str
-) -> None:
+def test_recompute_uses_the_micro_batchs_own_routes(build: Callable, small: BeamConfig, tokens: Tensor) -> None:
     """Two micro batches in flight, backward in another order than forward: state outside the batch would mix them."""
-    kept, recomputing = build(small), build(small, recompute=recompute)
+    kept, recomputing = build(small), build(small, recompute="full")
     recomputing.load_state_dict(kept.state_dict())
     first, second = routes_of(small, 4), routes_of(small, 5)
 
