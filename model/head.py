@@ -53,13 +53,15 @@ class _Logprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, targets, normaliser = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        weight_grad, first = None, False
+        weight_grad = None
         claims = hasattr(weight, "claim_main_grad")
         if ctx.needs_input_grad[1]:
             if not claims:
                 weight_grad = torch.zeros_like(weight, dtype=torch.float32)
             elif len(hidden):  # summed up where it is wanted, in float32, and given to nobody
                 weight_grad, first = weight.claim_main_grad()
+                if first:
+                    weight_grad.zero_()
         start = 0
         for part, wanted in _parts(hidden, targets, weight):
             here = slice(start, start + len(part))
@@ -69,24 +71,15 @@ class _Logprobs(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[here] = grad @ weight
             if weight_grad is not None:
-                _add_product(weight_grad, grad.t(), part, first=first)
-                first = False
+                _add_product(weight_grad, grad.t(), part)
         returned = None if claims or weight_grad is None else weight_grad.to(weight.dtype)
         return hidden_grad, returned, None, None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """total += a @ b, or total = a @ b if it is the first, for total in float32.
-
-    On a GPU the matrix product itself adds, and rounds nothing before.
-    """
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, for total in float32; on a GPU the matrix product itself adds, and rounds nothing before."""
     if total.is_cuda and a.dtype != total.dtype:
-        if first:
-            torch.mm(a, b, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif first:
-        total.copy_(a @ b)
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
 

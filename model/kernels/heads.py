@@ -91,11 +91,11 @@ def _keep(kept, first, second, column, DIM: tl.constexpr):
 
 
 @triton.jit
-def _split_forward(
-    mixed, q_weight, k_weight, cos, sin, stretch, q, gate, k, v, tokens, eps,
-    ROPE: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _places(
+    tokens, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """This program's tokens, columns of half a vector and which of both are real; where its group's values lie in the
+    projection, in q or its gate, and in k or v: [TOKENS, BLOCK] each."""
     program = tl.program_id(0).to(tl.int64)
     block, group = program // GROUPS, program % GROUPS
     token = block * TOKENS + tl.arange(0, TOKENS)
@@ -104,6 +104,16 @@ def _split_forward(
     row = (token * GROUPS + group)[:, None] * ((2 * HEADS + 2) * DIM) + column[None, :]
     to_heads = (token * GROUPS + group)[:, None] * (HEADS * DIM) + column[None, :]
     to_group = (token * GROUPS + group)[:, None] * DIM + column[None, :]
+    return token, column, real, row, to_heads, to_group
+
+
+@triton.jit
+def _split_forward(
+    mixed, q_weight, k_weight, cos, sin, stretch, q, gate, k, v, tokens, eps,
+    ROPE: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, column, real, row, to_heads, to_group = _places(tokens, GROUPS, HEADS, DIM, TOKENS, BLOCK)
     w1, w2 = _weights(q_weight, column, DIM)
     c, s, scale = 1.0, 0.0, 1.0
     if ROPE:
@@ -127,15 +137,8 @@ def _split_backward(
     ROPE: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    block, group = program // GROUPS, program % GROUPS
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, BLOCK)
-    real = (token < tokens)[:, None] & (column < DIM // 2)[None, :]
-    row = (token * GROUPS + group)[:, None] * ((2 * HEADS + 2) * DIM) + column[None, :]
-    to_heads = (token * GROUPS + group)[:, None] * (HEADS * DIM) + column[None, :]
-    to_group = (token * GROUPS + group)[:, None] * DIM + column[None, :]
-    kept = partial + program * (2 * DIM) + column
+    token, column, real, row, to_heads, to_group = _places(tokens, GROUPS, HEADS, DIM, TOKENS, BLOCK)
+    kept = partial + tl.program_id(0).to(tl.int64) * (2 * DIM) + column
     c, s, scale = 1.0, 0.0, 1.0
     if ROPE:
         c, s = _angles(cos, sin, token, column, real, DIM)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from beam_rl.eval_server import free_port
 from tests.gpu.engines import ENVIRONMENT
 
 PATIENCE = 200.0
@@ -138,10 +138,3 @@ def _arguments(model: Path, receiver: Receiver, port: int) -> list[str]:
     }
     flags = ["--skip-tokenizer-init", "--enable-sleep-mode", "--enable-return-routed-experts"]
     return flags + [part for name, value in values.items() for part in (f"--{name}", str(value))]
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 
 from beam_rl import apart
+from beam_rl.eval_server import free_port
 from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.tensors import initial_tensors
+from beam_rl.rollout.offline import offline_engine
 from beam_rl.rollout.transfer import BACKEND, IPC_BACKEND, NCCL_BACKEND
 from tests.gpu.checks import Checks
 from tests.gpu.engines import ENVIRONMENT, Tell, streamed
 from tests.gpu.models import SKYRL, large, small
-from tests.gpu.serving import Receiver, Server, free_port, serving
+from tests.gpu.serving import Receiver, Server, serving
 
 REPETITIONS, WARM_UP = 3, 1
 ENOUGH = 8.0
@@ -301,21 +303,10 @@ def prove(folder: Path) -> int:
     config = small()
     config.vocab_size = 100
     save_hf(folder, config, initial_tensors(config, 1, torch.bfloat16))
-    from vllm import LLM
-
-    engine = LLM(
-        str(folder),
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=512,
-        gpu_memory_utilization=0.1,
-        kv_cache_memory_bytes=2**30,
-        worker_extension_cls=SKYRL,
-        weight_transfer_config={"backend": IPC_BACKEND},
-    )
-    (count,) = engine.collective_rpc(_written)
-    engine.llm_engine.engine_core.shutdown()
+    room = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
+    receiver = {"worker_extension_cls": SKYRL, "weight_transfer_config": {"backend": IPC_BACKEND}}
+    with offline_engine(folder, "bfloat16", 512, capture=False, **room, **receiver) as engine:
+        (count,) = engine.collective_rpc(_written)
     assert count, "the engine took its weights for others than the checkpoint's"
     return count
 

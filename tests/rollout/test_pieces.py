@@ -264,3 +264,16 @@ async def serve(model: Path, prompt: list[int]) -> None:
     assert set(known) - {1, 33, 65, 97}, "what was kept was not sent before the pause was complete"
     assert aborted.finish_reason == "abort"
     assert len(aborted.token_ids) == len(aborted.logprobs) == len(aborted.routed_experts) - len(prompt) + 1
+
+
+def test_whatever_sends_an_output_at_once_is_looked_at() -> None:
+    """The list of vLLM's fields, and what is asked of every output."""
+    from vllm.v1.engine import EngineCoreOutput
+
+    from beam_rl.rollout.pieces import _SENT, _only_tokens
+
+    assert _only_tokens(EngineCoreOutput("a", [1]))
+    for name in _SENT:
+        output = EngineCoreOutput("a", [1])
+        setattr(output, name, 1)
+        assert not _only_tokens(output), name
