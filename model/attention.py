@@ -169,7 +169,7 @@ class BeamSelfAttention(SelfAttention):
             raise TypeError("Beam takes no attention mask")
         output = self.core_attention(query, key, value, packed_seq_params)
         output = fused.output_gate(output, gate, self.gate_bias)
-        return self.linear_proj(output.flatten(1)[:, None])
+        return self.linear_proj(output.flatten(1).unsqueeze(1))
 
     def _project(self, hidden_states: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q [tokens, heads, d], gate of the same shape, k and v [tokens, groups, d]; q and k normed, with positions."""

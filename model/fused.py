@@ -18,6 +18,7 @@ if torch.cuda.is_available() or TYPE_CHECKING:  # elsewhere Triton has nothing t
     from beam_rl.model.kernels import heads, mlp, norm
     from beam_rl.model.kernels import route as router
     from beam_rl.model.kernels.experts import experts as mixture  # noqa: F401 (only here: there is no plain form)
+    from beam_rl.model.kernels.experts import weight_gradient
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -82,7 +83,11 @@ class _ExpertLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             x_grad = F.grouped_mm(grad, weight.to(grad.dtype), offs=ends).to(x.dtype)
         if ctx.needs_input_grad[1]:  # in the weight's own layout: autograd's would be transposed, and slow to add up
-            weight_grad = F.grouped_mm(grad.t(), x.to(grad.dtype), offs=ends).to(weight.dtype)
+            x = x.to(grad.dtype)
+            if grad.is_cuda:
+                weight_grad = weight_gradient(weight, grad, x, ends)
+            else:
+                weight_grad = F.grouped_mm(grad.t(), x, offs=ends).to(weight.dtype)
         return x_grad, weight_grad, None
 
 

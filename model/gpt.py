@@ -78,7 +78,7 @@ class BeamModel(GPTModel):
         elif group.size() > 1:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         cap = self.config.beam.final_logit_softcapping
-        hidden = take_rows(hidden_states[:, 0], rows)
+        hidden = take_rows(hidden_states.squeeze(1), rows)
         scores = head.token_logprobs(hidden, self.output_layer.weight, targets, temperature, cap, group)
         return torch.stack(scores)[None]
 

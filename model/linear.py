@@ -27,7 +27,7 @@ def _plain(linear: "BeamColumnParallelLinear | BeamRowParallelLinear") -> bool:
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x [tokens, 1, in] by weight, as rows: of three axes PyTorch takes another path where nothing has a gradient."""
-    return F.linear(x[:, 0], weight)[:, None]
+    return F.linear(x.squeeze(1), weight).unsqueeze(1)  # of `x[:, 0]` the gradient would be a copy
 
 
 class BeamColumnParallelLinear(ColumnParallelLinear):

@@ -2,7 +2,8 @@
 
 Megatron clears its buffers before a step and adds every gradient to them. Here a parameter's first gradient of a step
 is copied over what the last step left, so that nothing is read or cleared first; only what got no gradient at all is
-cleared, before the buffers are reduced over data-parallel ranks.
+cleared, before the buffers are reduced over data-parallel ranks. Gradients of norms, biases and the like wait, and are
+copied together: there are hundreds of them, and a copy takes longer to launch than to run.
 """
 # ruff: noqa: E402 (Megatron is imported after the CPU module had its say)
 
@@ -26,8 +27,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 if torch.cuda.is_available() or TYPE_CHECKING:
     from beam_rl.model.kernels import gradients as kernels
 
-LARGE = 2**20
-"""Elements from which on a kernel of our own pays: PyTorch's mixed-dtype ones are slow, but launched sooner."""
+SMALL, LARGE = 2**16, 2**20
+"""Elements up to which a gradient waits for others, and from which on a kernel of our own pays: PyTorch's mixed-dtype
+ones are slow, but launched sooner."""
 
 
 class GradientBuffers(DistributedDataParallel):
@@ -40,6 +42,8 @@ class GradientBuffers(DistributedDataParallel):
         super().__init__(*args, **kwargs)
         self._held: set[Tensor] = set()
         """Parameters whose `main_grad` belongs to the step at hand."""
+        self._waiting: dict[Tensor, tuple[Tensor, Tensor, bool]] = {}
+        """By parameter: its `main_grad`, a small gradient that is to be added to it, and whether it is the first."""
         for param in self.params_with_grad:
             param.claim_main_grad = partial(self._claim, param)
 
@@ -49,6 +53,8 @@ class GradientBuffers(DistributedDataParallel):
         An autograd function may ask for it itself (`claim_main_grad`), if the gradient is so large that a copy counts;
         to autograd it then returns None.
         """
+        if param in self._waiting:
+            self._add_waiting()
         first = param not in self._held
         self._held.add(param)
         return param.main_grad, first
@@ -60,18 +66,32 @@ class GradientBuffers(DistributedDataParallel):
             grad, param.grad = param.grad, None
             if grad is not None:
                 main_grad, first = self._claim(param)
-                accumulate_(main_grad, grad, first=first)
+                if grad.numel() <= SMALL:
+                    self._waiting[param] = main_grad, grad, first
+                else:
+                    accumulate_(main_grad, grad, first=first)
 
         return hook
+
+    def _add_waiting(self) -> None:
+        alike: dict[tuple[bool, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for main_grad, grad, first in self._waiting.values():
+            alike.setdefault((first, grad.dtype), []).append((main_grad, grad))
+        self._waiting.clear()
+        for (first, _), pairs in alike.items():
+            add = torch._foreach_copy_ if first else torch._foreach_add_
+            add(*map(list, zip(*pairs, strict=True)))
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients."""
         self._held.clear()
+        self._waiting.clear()
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.reset()
 
     def settle(self) -> None:
-        """Make the gradient of every parameter that got none in this step 0."""
+        """Complete all gradients; of a parameter that got none in this step it becomes 0."""
+        self._add_waiting()
         for param in self.params_with_grad:
             if param not in self._held:
                 param.main_grad.zero_()

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from beam_rl.model.kernels import mlp
+from beam_rl.model.kernels import gradients, mlp
 from beam_rl.model.rows import ExpertOrder
 
 
@@ -71,13 +71,26 @@ class _Experts(torch.autograd.Function):
                 BLOCK=min(1024, triton.next_power_of_2(width)),
             )  # fmt: skip
         del down_grad
-        down_weight_grad = F.grouped_mm(out_grad.t(), hidden, offs=ends) if needs_down else None
+        down_weight_grad = weight_gradient(down, out_grad, hidden, ends) if needs_down else None
         del out_grad, hidden
         gate_up_weight_grad = None
         if needs_gate_up:
-            gate_up_weight_grad = F.grouped_mm(projected_grad.t(), mlp.take_rows(x, tokens), offs=ends)
+            gate_up_weight_grad = weight_gradient(gate_up, projected_grad, mlp.take_rows(x, tokens), ends)
         x_grad = mlp.sum_copies(F.grouped_mm(projected_grad, gate_up, offs=ends), places, weights.shape[1])
         return x_grad, gate_up_weight_grad, down_weight_grad, weights_grad, None, None
+
+
+def weight_gradient(weight: Tensor, out_grad: Tensor, x: Tensor, ends: Tensor) -> Tensor | None:
+    """Gradient of weight [experts, out, in] from out_grad [rows, out] and x [rows, in], sorted by expert.
+
+    Where there is a float32 sum to add it to (`claim_main_grad`) it is computed in place there, unrounded, and this is
+    None: a tensor of its own, and the passes over it, would take as long as half of the product.
+    """
+    if hasattr(weight, "claim_main_grad") and x.dtype != torch.float32:
+        total, first = weight.claim_main_grad()
+        gradients.add_products_(total, out_grad, x, ends, first=first)
+        return None
+    return F.grouped_mm(out_grad.t(), x, offs=ends)
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, order: ExpertOrder, scaling: float) -> Tensor:

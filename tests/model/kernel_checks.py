@@ -169,6 +169,48 @@ def check_gradients() -> None:
             assert torch.equal(total, expected)
 
 
+def check_products() -> None:
+    for height, width in ((8, 24), (130, 40), (136, 264)):
+        ends = torch.tensor([0, 5, 5, 75, 139], dtype=torch.int32, device=DEVICE)
+        a, b = (torch.randn(int(ends[-1]), size, device=DEVICE).to(HALF) for size in (height, width))
+        parts = [(x.double().tensor_split(ends[:-1].cpu().long())) for x in (a, b)]
+        exact = torch.stack([one.t() @ other for one, other in zip(*parts, strict=True)])
+        for first in (True, False):
+            total = torch.randn(exact.shape, device=DEVICE)
+            expected = exact if first else exact + total
+            gradients.add_products_(total, a, b, ends, first=first)
+            torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def check_claimed() -> None:
+    """Experts whose weights have a sum of gradients add to it, in float32, and autograd gets none."""
+    tokens, topk, count, hidden, width = 40, 2, 5, 32, 24
+    ids = torch.rand(tokens, count, device=DEVICE).topk(topk).indices
+    order = sort_by_expert(ids, torch.bincount(ids.flatten(), minlength=count)[None])
+    x = rand(tokens, hidden, dtype=HALF)
+    shapes = (count, 2 * width, hidden), (count, hidden, width)
+    gate_up, down = ((torch.randn(s, device=DEVICE) * s[-1] ** -0.5).to(HALF).requires_grad_() for s in shapes)
+    weights = torch.rand(tokens, topk, device=DEVICE)
+
+    def backward() -> None:
+        experts.experts(x, gate_up, down, weights, order, 2.5).float().sin().sum().backward()
+
+    backward()
+    expected = []
+    for weight in (gate_up, down):
+        assert weight.grad is not None
+        expected.append((weight, weight.grad.float(), torch.ones_like(weight, dtype=torch.float32)))
+        weight.grad = None
+    for first in (True, False):
+        for weight, _, total in expected:
+            weight.claim_main_grad = lambda total=total, first=first: (total, first)  # type: ignore[attr-defined]
+        backward()
+        for weight, grad, total in expected:
+            assert weight.grad is None
+            scale = float(grad.abs().max())
+            torch.testing.assert_close(total, grad if first else 2 * grad, rtol=0.01, atol=0.01 * scale)
+
+
 def check_heads() -> None:
     for dtype in DTYPES:
         for tokens, groups, inner, dim in ((1, 1, 1, 8), (5, 2, 3, 24), (70, 2, 2, 32)):

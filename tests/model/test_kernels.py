@@ -25,6 +25,8 @@ CHECKS = Path(__file__).with_name("kernel_checks.py")
         "spread",
         "experts",
         "gradients",
+        "products",
+        "claimed",
         "heads",
         "gate",
         "head",

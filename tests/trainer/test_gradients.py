@@ -29,6 +29,21 @@ def test_a_step_keeps_nothing_of_the_last_ones_gradient(
     assert all(torch.equal(again[name], value) for name, value in expected.items())
 
 
+def test_small_gradients_of_many_micro_batches_wait_and_are_all_added(
+    engine_for: Callable[..., TrainerEngine], samples: list[Sequence], weighted_loss: Callable[..., Any]
+) -> None:
+    engine = engine_for(micro_batch_tokens=48)
+    summed: dict[str, Tensor] = {}
+    for sample in samples:
+        engine.forward_backward([sample], weighted_loss, replay=False)
+        for name, grad in main_grads(engine).items():
+            summed[name] = summed.get(name, 0) + grad
+        engine.zero_grad()
+    engine.forward_backward(samples, weighted_loss, replay=False)
+    for name, grad in main_grads(engine).items():
+        torch.testing.assert_close(grad, summed[name], rtol=0.05, atol=0.05 * float(summed[name].abs().max()))
+
+
 def test_a_parameter_without_a_gradient_in_a_step_ends_with_zero(
     engine_for: Callable[..., TrainerEngine], samples: list[Sequence], weighted_loss: Callable[..., Any]
 ) -> None:
