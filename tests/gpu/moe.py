@@ -8,7 +8,7 @@ from beam_rl.rollout.moe_tuning import MoeShape, Tuned, tune
 from tests.gpu.checks import Checks
 from tests.gpu.engines import Tell, streamed
 from tests.gpu.models import large
-from tests.gpu.rollout import throughput, variants
+from tests.gpu.rollout import rollout, throughput
 
 SECONDS = 30.0
 TOKENS = (1, 8, 64, 256, 2048)
@@ -22,7 +22,7 @@ def run(report: Tell) -> None:
         failed = streamed(search, (tables,), report, folder)
         checks.expect(failed is None, str(failed))
         if failed is None:
-            default = variants()["rollout"]
+            default = rollout()
             tuned = replace(default, environment=(("VLLM_TUNED_CONFIG_FOLDER", str(tables)),))
             throughput(folder, report, {"default tiles": default, "tuned tiles": tuned}, REPETITIONS, checks)
     checks.done()

@@ -1,7 +1,7 @@
 """Weights from a trainer to rollout engines on the same GPU, 7.2 B of them: seconds of pause, and whether all arrive.
 
 A pause is what SkyRL does between training and the next rollout: the engine, asleep, takes its weights' memory back,
-gets the new weights, and takes its KV cache's memory back. NCCL needs a second GPU; its engine does not sleep.
+gets the new weights, and takes its KV cache's memory back. `nccl` is for a trainer on another GPU.
 """
 
 import os
@@ -22,7 +22,7 @@ from beam_rl.eval_server import free_port
 from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.tensors import initial_tensors
 from beam_rl.rollout.offline import offline_engine
-from beam_rl.rollout.transfer import BACKEND, IPC_BACKEND, NCCL_BACKEND
+from beam_rl.rollout.transfer import BACKEND, IPC_BACKEND
 from tests.gpu.checks import Checks
 from tests.gpu.engines import ENVIRONMENT, Tell, streamed
 from tests.gpu.models import SKYRL, large, small
@@ -39,53 +39,60 @@ BUFFER = 2**30
 """Bytes of the packed buffer, as SkyRL has it for this model."""
 
 RELOAD, DIRECT, FILE = "CUDA IPC, vLLM's reload", "CUDA IPC, direct", "shared memory"
-NCCL_RELOAD, NCCL_DIRECT = "NCCL, vLLM's reload", "NCCL, direct"
-HERE = {
+RECEIVERS = {
     DIRECT: Receiver(IPC_BACKEND, TRUST),
     RELOAD: Receiver("skyrl_ipc"),
     FILE: Receiver(BACKEND),
 }
-ACROSS = {
-    NCCL_DIRECT: Receiver(NCCL_BACKEND, TRUST, gpu=1),
-    NCCL_RELOAD: Receiver(NCCL_BACKEND, gpu=1),  # SkyRL's own would wait for ever in its second update
-}
 
 
 def run(report: Tell) -> None:
-    receivers = HERE | (ACROSS if torch.cuda.device_count() > 1 else {})
     checks = Checks()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(1) as pool:
-        folder = Path(temporary)
-        large().save_pretrained(folder / "model")
-        proof = pool.submit(apart.call, prove, folder / "small")
-        with serving(folder / "model", receivers) as servers:
-            failed = streamed(exchanges, (servers,), report, folder)
-            checks.expect(failed is None, str(failed))
-            for name in {DIRECT, NCCL_DIRECT} & servers.keys():
-                log = servers[name].log.read_text(errors="replace")
-                checks.expect("written directly" in log, f"{name}: the engine did not write directly:\n{log[-4000:]}")
+        proof = pool.submit(apart.call, prove, Path(temporary) / "small")
+        exchanges(report, RECEIVERS, on_one_gpu, DIRECT, checks)
         with checks.attempt("proof"):
             report("proof against a checkpoint: tensors written directly", proof.result())
-    if receivers == HERE:
-        report("NCCL", "not measured: it needs two GPUs")
     checks.done()
+
+
+def exchanges(
+    report: Tell, receivers: dict[str, Receiver], send: Callable[..., None], direct: str, checks: Checks
+) -> None:
+    """Start servers with these receivers, and let a trainer on the first GPU `send` to them.
+
+    Args:
+        send: called as `send(tell, engine, servers, bytes of its weights, checks)`, in a process of its own.
+        direct: the server that must write directly.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        large().save_pretrained(folder / "model")
+        with serving(folder / "model", receivers) as servers:
+            failed = streamed(trainer, (servers, send), report, folder)
+            checks.expect(failed is None, str(failed))
+            log = servers[direct].log.read_text(errors="replace")
+            checks.expect("written directly" in log, f"{direct}: the engine did not write directly:\n{log[-4000:]}")
 
 
 # The trainer's process
 
 
-def exchanges(tell: Tell, servers: dict[str, Server]) -> None:
-    """Everything that a trainer on the first GPU sends. Raises AssertionError with all that is wrong."""
-    engine, parameters, size = trainer()
-    tell("trainer: parameters, billions", parameters / 1e9)
+def trainer(tell: Tell, servers: dict[str, Server], send: Callable[..., None]) -> None:
+    """An engine without an optimizer, which sends. Raises AssertionError with all that is wrong."""
+    from beam_rl.trainer.engine import EngineConfig, TrainerEngine
+
+    engine = TrainerEngine(EngineConfig(optimizer=None))
+    engine.build(large())
+    described = [tensor for _, tensor in engine.rollout_description()]
+    size = sum(t.nbytes for t in described)
+    tell("trainer: parameters, billions", sum(t.numel() for t in described) / 1e9)
     tell("trainer: bytes of weights, GB", size / 1e9)
     checks = Checks()
     for name, server in servers.items():
         with checks.attempt(name):
             tell(f"{name}: seconds to start, at most", server.wait())
-    on_one_gpu(tell, engine, servers, size, checks)
-    if NCCL_DIRECT in servers:
-        on_two_gpus(tell, engine, servers, size, checks)
+    send(tell, engine, servers, size, checks)
     checks.done()
 
 
@@ -115,33 +122,6 @@ def on_one_gpu(tell: Tell, engine: Any, servers: dict[str, Server], size: int, c
     with checks.attempt(FILE):
         measured(tell, FILE, file, file_sender(engine, file), size, warm_up=0, repetitions=1)
         checks.expect(*same_weights("direct weights and those of a file", direct.digests(), file.digests()))
-
-
-def on_two_gpus(tell: Tell, engine: Any, servers: dict[str, Server], size: int, checks: Checks) -> None:
-    """NCCL, from this process's first GPU to the servers' one."""
-    direct, reload = servers[NCCL_DIRECT], servers[NCCL_RELOAD]
-    randomise(engine, 1)
-    with checks.attempt(NCCL_DIRECT):
-        whole = sender(engine, direct, "nccl", fused=True)
-        measured(tell, NCCL_DIRECT, direct, whole, size, asleep=False)
-        first, said = direct.digests(), direct.greedy()
-        randomise(engine, 2)
-        exchange(direct, whole, asleep=False)
-        replaced(direct, first, said, checks)
-        tell(f"{NCCL_DIRECT}: weights A and B", f"{len(first)} digests compared")
-    with checks.attempt(NCCL_RELOAD):
-        measured(tell, NCCL_RELOAD, reload, sender(engine, reload, "nccl"), size, asleep=False)
-        checks.expect(*same_weights("direct and reloaded weights over NCCL", direct.digests(), reload.digests()))
-
-
-def trainer() -> tuple[Any, int, int]:
-    """An engine without an optimizer, how many parameters it has, and the bytes that it sends."""
-    from beam_rl.trainer.engine import EngineConfig, TrainerEngine
-
-    engine = TrainerEngine(EngineConfig(optimizer=None))
-    engine.build(large())
-    described = [tensor for _, tensor in engine.rollout_description()]
-    return engine, sum(t.numel() for t in described), sum(t.nbytes for t in described)
 
 
 @torch.no_grad()
