@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-TOKENS = 8192
-"""In one sequence."""
+TOKENS, SEQUENCES = 8192, 8
+"""In all, packed, and how many sequences of one length they are."""
 LAYERS, EXPERTS, TOPK = 24, 64, 8
 WARM_UP, REPETITIONS = 4, 10
 
@@ -35,8 +35,9 @@ SHAPE: dict[str, Any] = {
 
 
 def tokens() -> torch.Tensor:
-    """int64 [TOKENS], the same for everybody."""
-    return torch.randint(0, SHAPE["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(0))
+    """int64 [SEQUENCES, TOKENS / SEQUENCES], the same for everybody."""
+    shape = SEQUENCES, TOKENS // SEQUENCES
+    return torch.randint(0, SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(0))
 
 
 def measure(model: torch.nn.Module, step: Callable[[], None], clear: Callable[[], None]) -> dict[str, Any]:

@@ -26,10 +26,12 @@ def main(mode: str, out: str) -> None:
     model.train()
     if mode == "checkpointing":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    batch = tokens()[None].cuda()
+    batch = tokens().cuda()
+    places = torch.arange(batch.shape[1], device="cuda").expand_as(batch)
+    batch, places = batch.view(1, -1), places.reshape(1, -1)  # transformers takes new starts for new sequences
 
     def step() -> None:
-        model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        model(input_ids=batch, position_ids=places, labels=batch, use_cache=False).loss.backward()
 
     found = measure(model, step, model.zero_grad)
     Path(out).write_text(json.dumps(found | {"version": transformers.__version__}))

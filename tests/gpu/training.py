@@ -1,4 +1,4 @@
-"""Forward and backward of a 7.2 B Beam on one GPU, 8,192 tokens in one sequence: ours and transformers' own, in turn.
+"""Forward and backward of a 7.2 B Beam on one GPU, 8,192 tokens packed: ours and transformers' own, in turn.
 
 Every case has the card to itself, in a process of its own. `TRANSFORMERS_REFERENCE` names a folder with a transformers
 that has Beam, if the installed one has not (`pip install --no-deps --target FOLDER -r requirements/reference.txt`).
@@ -42,7 +42,7 @@ def ours(settings: dict[str, Any]) -> dict[str, Any]:
     engine = TrainerEngine(EngineConfig(**settings))
     with patch("beam_rl.trainer.optimizer.build_optimizer", lambda *_: (NoOptimizer(), None)):
         engine.build(BeamConfig(**SHAPE, architectures=["BeamForCausalLM"], dtype="bfloat16"))
-    samples = [Sequence(tokens=tokens(), loss_mask=torch.ones(TOKENS - 1))]
+    samples = [Sequence(tokens=row, loss_mask=torch.ones(len(row) - 1)) for row in tokens()]
 
     def step() -> None:
         engine.forward_backward(samples, lambda logprobs, *_: (-logprobs.sum() / TOKENS, {}), replay=False)
