@@ -16,9 +16,15 @@ from torch import Tensor
 
 
 class Parking:
-    """Memory of a set of tensors, on the device or on the host."""
+    """Memory of a set of tensors, on the device or on the host.
 
-    def __init__(self) -> None:
+    Args:
+        frozen: the contents never change, so that they are copied to the host once.
+    """
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        self._copies: dict[torch.UntypedStorage, Tensor] | None = {} if frozen else None
+        """Contents of all storages that were ever parked, if they are frozen."""
         self._host: dict[torch.UntypedStorage, Tensor] = {}
         """Contents of the storages whose memory is free; pinned, where the device is a GPU."""
         self._spare: dict[int, list[Tensor]] = {}
@@ -29,6 +35,9 @@ class Parking:
         storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
         storages.pop(0, None)  # parked already, or empty
         for storage in storages.values():
+            if self._copies is not None and storage in self._copies:
+                self._host[storage] = self._copies[storage]
+                continue
             size = storage.nbytes()
             spare = self._spare.get(size)
             pin = storage.device.type == "cuda"
@@ -45,16 +54,22 @@ class Parking:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=True)
         synchronize()
-        for host in self._host.values():
-            self._spare.setdefault(host.numel(), []).append(host)
+        if self._copies is not None:
+            self._copies |= self._host
+        else:
+            for host in self._host.values():
+                self._spare.setdefault(host.numel(), []).append(host)
         self._host.clear()
 
 
 class TrainingMemory:
-    """What training holds on a device, in the two parts that leave and return by themselves."""
+    """What training holds on a device, in the two parts that leave and return by themselves.
+
+    Weights that need no gradient, as LoRA's base, must not change while this is in use.
+    """
 
     def __init__(self) -> None:
-        self._model, self._optimizer = Parking(), Parking()
+        self._model, self._frozen, self._optimizer = Parking(), Parking(frozen=True), Parking()
 
     def lend(self, chunks: Seq[Any], states: Iterable[Tensor], *, model: bool) -> None:
         """Park the optimizer's states, and if `model` the chunks' parameters; gradient buffers are freed."""
@@ -64,7 +79,8 @@ class TrainingMemory:
         if model:
             for chunk in _with_gradients(chunks):
                 chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
-            self._model.park(weights)
+            self._model.park(weight for weight in weights if weight.requires_grad)
+            self._frozen.park(weight for weight in weights if not weight.requires_grad)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -72,6 +88,7 @@ class TrainingMemory:
         """Undo `lend`; gradient buffers that were freed come back as zeros."""
         if model:
             self._model.unpark()
+            self._frozen.unpark()
             for chunk in _with_gradients(chunks):
                 chunk.restore_grad_buffers(synchronize=False)
         if optimizer:

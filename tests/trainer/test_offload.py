@@ -5,8 +5,10 @@ import itertools
 import pytest
 import torch
 
+from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.lora_config import LoraConfig
 from beam_rl.model.mxfp8_config import Mxfp8Settings
+from beam_rl.trainer import offload
 from beam_rl.trainer.offload import Parking
 from beam_rl.trainer.optimizer import tensors
 
@@ -106,3 +108,28 @@ def test_views_stay_views_and_empty_memory_is_left_alone():
         parking.unpark()
     part += 1
     assert whole.tolist() == [0, 1, 3, 4, 4, 5, 6, 7]
+
+
+def test_frozen_memory_is_copied_to_the_host_once(monkeypatch):
+    """LoRA's base is nearly all of a model: it must not be copied in every step."""
+    copied = []
+    contents = offload._bytes
+    monkeypatch.setattr(offload, "_bytes", lambda storage: copied.append(storage) or contents(storage))
+    weight = torch.arange(8.0)
+    parking = Parking(frozen=True)
+    for _ in range(3):
+        parking.park([weight])
+        assert weight.untyped_storage().nbytes() == 0
+        parking.unpark()
+        assert weight.tolist() == list(range(8))
+    assert len(copied) == 1 + 3  # out once, back every time
+
+
+def test_another_base_is_not_taken_for_the_one_before(engine_for, tmp_path):
+    engine = engine_for(lora=LoraConfig(r=8))
+    lend_everything(engine)
+    other = {name: tensor * 2 for name, tensor in engine.export()}
+    save_hf(tmp_path / "other", engine.hf, iter(other.items()))
+    engine.load_hf(tmp_path / "other")
+    lend_everything(engine)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in engine.export())
