@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+import ray
 import torch
 from skyrl.backends.skyrl_train.distributed.dispatch import loss_fn_outputs_to_tensor
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
@@ -176,7 +177,7 @@ class BeamTrainer(RayPPOTrainer):
 
     def fwd_logprobs_values_reward(self, training_input: TrainingInputBatch) -> TrainingInputBatch:
         """SkyRL's old log-probs, and the gap to the rollout's."""
-        self.publish_checkpoint()  # of the step before, written while this one generated
+        self.publish_checkpoint(wait=False)  # of an earlier step, written while later ones run
         training_input = super().fwd_logprobs_values_reward(training_input)
         ours, theirs = training_input["action_log_probs"], training_input["rollout_logprobs"]
         mask = training_input["loss_mask"].numpy()
@@ -228,12 +229,12 @@ class BeamTrainer(RayPPOTrainer):
     # Records
 
     def _fire(self, event_name: str, **fields: Any) -> None:
-        """SkyRL's callbacks; when a step's metrics are complete, also its record, and the checkpoint before it."""
+        """SkyRL's callbacks; when a step's metrics are complete, also its record, and an earlier step's checkpoint."""
         super()._fire(event_name, **fields)
         if event_name == "on_train_end":
             self.publish_checkpoint()
         if event_name == "on_log" and "trainer/global_step" in fields["logs"]:
-            self.publish_checkpoint()  # of the step before, if this one had no forward pass
+            self.publish_checkpoint(wait=False)
             record = self.step_record(fields["logs"])
             self.stats, self.selection = RolloutStats(), None
             fields["logs"].update({f"beam/{key}": value for key, value in record.items() if is_number(value)})
@@ -300,15 +301,24 @@ class BeamTrainer(RayPPOTrainer):
         self.publish_checkpoint()  # after SkyRL's loop the record is there already
         return str(where)
 
-    def publish_checkpoint(self) -> None:
-        """Make the policy saved last the latest checkpoint, if its step is recorded; waits until it is written."""
+    def publish_checkpoint(self, *, wait: bool = True) -> None:
+        """Make the policy saved last the latest checkpoint, once its step is recorded and every rank has written it.
+
+        Args:
+            wait: until it is written; otherwise it is left for a later call if it is not.
+        """
         state = self.unpublished
-        if state is None or self.recorded < state["step"]:
+        if state is None or self.recorded < state["step"] or not self.policy_written(wait=wait):
             return
         trainer = self.cfg.trainer
-        self.dispatch.finalize_pending_saves("policy")
         checkpoints.publish(Path(trainer.ckpt_path), state["step"], state, trainer.max_ckpts_to_keep)
         self.unpublished, self.published = None, state["step"]
+
+    def policy_written(self, *, wait: bool) -> bool:
+        """Whether all ranks have written the policy saved last; SkyRL's dispatch can only wait for it."""
+        return all(
+            ray.get(self.policy_model.async_run_ray_method("pass_through", "finalize_pending_saves", blocking=wait))
+        )
 
     def load_checkpoints(self) -> tuple[int, str | None]:
         """Go on from the last whole checkpoint: its weights reach the rollout before the first sample is drawn."""

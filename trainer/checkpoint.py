@@ -1,12 +1,13 @@
 """Checkpoints of a `TrainerEngine`: Megatron's torch_dist format, resharding over layouts, written atomically.
 
-A folder is complete or absent: it is written beside its place under a hidden name, closed with Megatron's integrity
-manifest (a SHA-256 of every file), and renamed. Loading verifies the manifest first (`manifest`).
+A folder is complete or absent: it is written beside its place under a hidden name, closed with an integrity manifest
+(a SHA-256 of every file, in Megatron's format), and renamed. Loading verifies the manifest first (`manifest`). Megatron
+would hash and verify everything on the first rank; here each rank hashes what it wrote, and verifies a share.
 
-Saving has two parts: `begin` copies everything to host memory and starts a thread that writes the files, `PendingSave`
-waits for the thread and closes the folder. Megatron offers the same request to processes that it forks or spawns. A
-fork of a trainer with the threads of Ray, gRPC and OpenMP inherits their locks in whatever state they are, and the
-spawned worker insists on CUDA; a thread that writes files needs neither, because writing releases the interpreter.
+Saving has two parts: `begin` copies everything to host memory and starts a thread that writes and hashes the files,
+`PendingSave` waits for the thread and closes the folder. Megatron offers the same request to processes that it forks or
+spawns. A fork of a trainer with the threads of Ray, gRPC and OpenMP inherits their locks in whatever state they are,
+and the spawned worker insists on CUDA; a thread needs neither, because writing and hashing release the interpreter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Thread
@@ -30,10 +32,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from beam_rl.model.errors import BadInput
-from beam_rl.trainer import distributed, manifest, optimizer
+from beam_rl.trainer import manifest, optimizer
 
 if TYPE_CHECKING:
     from beam_rl.trainer.engine import TrainerEngine
+
+_ALONE = 2
+"""Uses of a storage that one tensor has: the tensor's, and the handle's through which they are counted."""
 
 
 @dataclass
@@ -44,26 +49,32 @@ class PendingSave:
     """The folder's final name."""
     partial: Path
     """The folder's name until then."""
-    writer: Thread
-    """Writes this rank's files."""
-    request: Any
-    """Megatron's, whose last functions gather what the ranks have written and close the folder."""
+    digests: Future[dict[str, str]]
+    """SHA-256 of this rank's files by name, once its thread has written them."""
+    close: list[Callable[[], None]]
+    """Megatron's last functions, which gather what the ranks have written and say so in the folder."""
 
     def written(self) -> bool:
-        """Whether every rank has written its files."""
-        writing = torch.tensor(int(self.writer.is_alive()), device=distributed.device())
+        """Whether every rank has written its files. A flag of the host: the rollout may hold the device's memory."""
+        writing = torch.tensor(int(not self.digests.done()))
         dist.all_reduce(writing)
         return int(writing) == 0
 
     def finish(self) -> None:
         """Wait for the files of all ranks, then close the folder and give it its name.
 
-        Raises what Megatron raises when a file could not be written; the folder then never appears.
+        Raises what Megatron raises when a file could not be written, and OSError when one could not be read back; the
+        folder then never appears.
         """
-        self.writer.join()
-        for close in self.request.finalize_fns:
+        error = self.digests.exception()
+        for close in self.close:
             close()
+        parts = _gathered(repr(error) if error else self.digests.result())
+        for part in parts:
+            if isinstance(part, str):
+                raise OSError(f"checkpoint {self.path}: {part}") from error
         if dist.get_rank() == 0:
+            manifest.write(self.partial, {name: digest for part in parts for name, digest in part.items()})
             _sync(self.partial)
             _replace(self.partial, self.path)
         dist.barrier()
@@ -79,33 +90,51 @@ def begin(engine: TrainerEngine, path: Path, extra: Mapping[str, Any]) -> Pendin
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    request = _request(engine, partial, extra)
+    _copy(request)
+    digests: Future[dict[str, str]] = Future()
+    Thread(target=_write, args=(request, digests), name=f"save {path.name}", daemon=True).start()
+    return PendingSave(path, partial, digests, request.finalize_fns)
+
+
+def _request(engine: TrainerEngine, partial: Path, extra: Mapping[str, Any]) -> Any:
+    """Megatron's request to write `partial`; nothing else holds what was gathered for it."""
     state = _sharded_state(engine, loading=False)
     state |= {"extra": dict(extra), "made_by": _identity(engine), "random_layout": _layout()}
     if engine.config.optimizer is not None:
         state["schedule"] = engine.schedule.state_dict()
-    request: Any = dist_checkpointing.save(
-        state, str(partial), async_sharded_save=True, async_strategy="mcore", verify_integrity=True
-    )
-    writer = Thread(target=_write, args=(request, _copied(request)), name=f"save {path.name}", daemon=True)
-    writer.start()
-    return PendingSave(path, partial, writer, request)
+    return dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
 
 
-def _copied(request: Any) -> list[Any]:
-    """Arguments of the request's writer, every tensor copied to host memory of its own."""
-    if request.async_fn is None:  # another rank saves all that this one holds
-        return []
-    rank, buckets, results = request.async_fn_args
-    copies = [
-        (file, key, (objects, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]))
-        for file, key, (objects, tensors) in buckets
+def _buckets(request: Any) -> list[Any]:
+    """What the request writes on this rank: a path, its name, and (objects, tensors) a file."""
+    return request.async_fn_args[1] if request.async_fn is not None else []  # another rank saves all that this one has
+
+
+def _copy(request: Any) -> None:
+    """Put tensors in host memory of their own into the request, which then holds neither the engine's nor the GPU's."""
+    buckets = _buckets(request)
+    buckets[:] = [
+        (file, name, (objects, [(item, _own(tensor)) for item, tensor in tensors]))
+        for file, name, (objects, tensors) in buckets
     ]
-    return [rank, copies, results]
 
 
-def _write(request: Any, arguments: list[Any]) -> None:
-    if request.async_fn is not None:
-        request.async_fn(*arguments, **request.async_fn_kwargs)
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor in host memory that nothing else uses; what Megatron has gathered or cloned there is that already."""
+    if tensor.is_cpu and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _ALONE:
+        return tensor
+    return tensor.to("cpu", copy=True)
+
+
+def _write(request: Any, digests: Future[dict[str, str]]) -> None:
+    """Write and hash this rank's files; an error is for `finish` to raise, on every rank."""
+    try:
+        if request.async_fn is not None:
+            request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+        digests.set_result({name: manifest.digest(Path(file)) for file, name, _ in _buckets(request)})
+    except BaseException as error:
+        digests.set_exception(error)
 
 
 def load(engine: TrainerEngine, path: Path) -> dict[str, Any]:
@@ -135,17 +164,28 @@ def load(engine: TrainerEngine, path: Path) -> dict[str, Any]:
 def verify(path: Path) -> None:
     """Raise `BadInput` unless `path` is a whole checkpoint: it names the file at fault, and the newest whole one.
 
-    A collective: the first rank reads, and all ranks learn what it found.
+    A collective: each rank reads a share of the files, and all ranks learn what any of them found.
     """
-    refusal: list[str | None] = [None]
-    if dist.get_rank() == 0 and (fault := manifest.fault(path)):
-        other = manifest.newest_whole(path)
-        offer = f"the newest whole one is {other}" if other else "there is no whole one beside it"
-        refusal = [f"checkpoint {path}: {fault}; {offer}"]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(refusal, src=0)
-    if refusal[0] is not None:
-        raise BadInput(refusal[0])
+    fault = _fault(path)
+    if fault is None:
+        return
+    others = _gathered(manifest.beside(path))[0]  # the first rank's list, so that all look at the same ones
+    whole = next((other for other in others if _fault(other) is None), None)
+    offer = f"the newest whole one is {whole}" if whole else "there is no whole one beside it"
+    raise BadInput(f"checkpoint {path}: {fault}; {offer}")
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder, by the first rank that found something; None if it is whole."""
+    faults = _gathered(manifest.fault(path, dist.get_rank(), dist.get_world_size()))
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Every rank's value, in their order."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _sharded_state(engine: TrainerEngine, *, loading: bool) -> dict[str, Any]:

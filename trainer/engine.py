@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -106,6 +107,7 @@ class TrainerEngine:
         Under LoRA they are the frozen base, which a checkpoint does not hold: load it before `load`.
         """
         load_hf(self.models, HFCheckpoint(path))
+        self._memory = TrainingMemory()  # it may remember a frozen base that this one replaces
         if self.config.lora is not None:
             self.base = fingerprint(self.models)
         if self.config.optimizer is not None:
@@ -320,7 +322,7 @@ class TrainerEngine:
         Args:
             fused_experts: a layer's experts in two tensors (`export_hf`) where they lie here whole, as they are sent.
         """
-        tensors = export_hf(self.models, fused_experts=fused_experts and self._plain_experts)
+        tensors = export_hf(self.models, fused_experts=fused_experts and self._whole_experts)
         return mxfp8.for_rollout(tensors, self.config.mxfp8)
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -329,14 +331,14 @@ class TrainerEngine:
 
     def rollout_description(self, *, fused_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Names, shapes and types of `rollout_weights`, in its order, as tensors on the meta device."""
-        tensors = describe_hf(self.models, fused_experts=fused_experts and self._plain_experts)
+        tensors = describe_hf(self.models, fused_experts=fused_experts and self._whole_experts)
         return mxfp8.for_rollout(tensors, self.config.mxfp8)
 
     @property
-    def _plain_experts(self) -> bool:
-        """Whether the rollout gets the expert parameters as they are here: neither cut, adapted nor rounded."""
-        layout = self.config.parallel
-        return layout.ep == layout.etp == 1 and self.config.lora is None and self.config.mxfp8 is None
+    def _whole_experts(self) -> bool:
+        """Whether a layer's experts lie here whole and have a place in one tensor: E4M3 data and scales have none."""
+        layout, rounding = self.config.parallel, self.config.mxfp8
+        return layout.ep == layout.etp == 1 and not (rounding and rounding.activations)
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """All adapters under PEFT's names, as `export`; nothing without LoRA."""
@@ -383,6 +385,7 @@ class TrainerEngine:
             return True
         with cpu.cuda_as_cpu():
             if not blocking and not self._pending.written():
+                gc.collect()  # Megatron turns the collector off while it writes, and many steps may pass
                 return False
             pending, self._pending = self._pending, None
             pending.finish()

@@ -233,9 +233,16 @@ class BeamPolicyWorkerBase(EngineWorker, PolicyWorkerBase):
         """Begin to write weights, optimizer, schedule and random states; `finalize_pending_saves` ends it."""
         self.engine.save(ckpt_dir, {}, asynchronous=True)
 
-    def finalize_pending_saves(self) -> None:
-        """Wait for the last checkpoint, which appears under its name when it is whole. SkyRL's asks its strategy."""
-        self.engine.finalize_saves()
+    def finalize_pending_saves(self, blocking: bool = True) -> bool:
+        """Complete the last checkpoint, which then appears under its name; SkyRL's asks its strategy.
+
+        Args:
+            blocking: wait for it; otherwise complete it only if all ranks have written their files already.
+
+        Returns:
+            whether no save is pending any more; the same on every rank.
+        """
+        return self.engine.finalize_saves(blocking=blocking)
 
     def load_checkpoint(
         self, ckpt_dir: str, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from beam_rl.model.errors import BadInput
 from beam_rl.problems import Problems, ProblemStream
 from beam_rl.trainer import manifest
 from beam_rl.trainer.engine import OptimizerSettings, Sequence
+from beam_rl.trainer.worker import BeamPolicyWorkerBase
 
 SETTINGS = OptimizerSettings(lr=1e-3, weight_decay=0.1, warmup_steps=2, schedule="linear", total_steps=8)
 
@@ -282,6 +284,55 @@ def test_an_asynchronous_save_holds_the_moment_it_was_asked_for(engine_for, plai
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
     assert engine.load(tmp_path / "step_2") == {"note": "two"}
     assert train(engine, plain, 3) == expected
+
+
+def test_cyclic_garbage_is_collected_while_files_are_written(engine_for, tmp_path, gate):
+    """Megatron turns the collector off while it writes, and training makes garbage meanwhile."""
+    engine = engine_for(optimizer=SETTINGS)
+    opened = gate()
+    engine.save(tmp_path / "step_1", {}, asynchronous=True)
+    garbage = torch.nn.Module()
+    garbage.cycle, left = [garbage], weakref.ref(garbage)
+    del garbage
+    assert not engine.finalize_saves(blocking=False)
+    assert left() is None
+    opened.set()
+    assert engine.finalize_saves()
+
+
+def test_the_worker_says_whether_its_save_is_complete(engine_for, tmp_path, gate):
+    """The driver publishes a checkpoint by what the workers answer, and must not be kept waiting for it."""
+    worker = BeamPolicyWorkerBase.__new__(BeamPolicyWorkerBase)
+    worker.engine = engine_for(optimizer=SETTINGS)
+    opened = gate()
+    worker.save_checkpoint(str(tmp_path / "policy"))
+    assert not worker.finalize_pending_saves(blocking=False)
+    opened.set()
+    assert worker.finalize_pending_saves()
+    assert (tmp_path / "policy").is_dir()
+
+
+def test_a_save_copies_nothing_twice_on_the_host(engine_for, plain, tmp_path, monkeypatch):
+    """What Megatron has gathered or cloned is nobody else's; only what it hands over as it lies in the engine is."""
+    engine = engine_for(optimizer=SETTINGS)
+    train(engine, plain, 1)
+    requests, handed = [], {}
+
+    def tensors(request):
+        return [pair for _, _, (_, pairs) in request.async_fn_args[1] for pair in pairs]
+
+    def save(*arguments, **options):
+        requests.append(original(*arguments, **options))
+        handed.update({item.index: tensor.data_ptr() for item, tensor in tensors(requests[0])})
+        return requests[0]
+
+    original = dist_checkpointing.save
+    monkeypatch.setattr(dist_checkpointing, "save", save)
+    engine.save(tmp_path / "step_1", {}, asynchronous=True)
+    (model,) = engine.models
+    ours = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept = [(handed[item.index] in ours, handed[item.index] == copy.data_ptr()) for item, copy in tensors(requests[0])]
+    assert set(kept) == {(True, False), (False, True)}, "the engine's own is copied, the rest is not"
 
 
 def test_the_next_save_and_a_load_complete_the_pending_one(engine_for, plain, tmp_path):
