@@ -185,7 +185,7 @@ class ExpertAdapter(LoraAdapter):
     def forward(self, rows: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
         """`numerics.experts_mlp` of adapted experts; a partial sum if they are tensor-parallel."""
         first = [name for name in ("gate_proj", "up_proj") if name in self.pairs]
-        mixed = self._linear(rows, gate_up, ends, self._merged_gate_up if first else None)
+        mixed = self._linear(rows, gate_up, ends, self.merged_gate_up if first else None)
         if first and (self.dropping or torch.is_grad_enabled()):
             mixed = self._join(mixed, self._gate_up(self._source(rows), first, mixed.shape[-1] // 2, ends))
         hidden = fused.swiglu(mixed, rows.dtype)
@@ -207,11 +207,15 @@ class ExpertAdapter(LoraAdapter):
         return output + low_rank if self.dropping else _WithGradientOf.apply(output, low_rank)
 
     @torch.no_grad()
-    def _merged_gate_up(self, weight: Tensor) -> Tensor:
-        result = weight.detach().clone()
-        for name, part in zip(("gate_proj", "up_proj"), result.chunk(2, dim=1), strict=True):
+    def merged_gate_up(self, weight: Tensor) -> Tensor:
+        """The frozen gates and ups [experts, 2 * intermediate / etp, hidden], merged; a new tensor."""
+        result = torch.empty_like(weight)
+        halves = zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), result.chunk(2, dim=1), strict=True)
+        for name, frozen, half in halves:
             if pair := self.pair(name):
-                part.copy_(pair.merged(part))
+                pair.merged(frozen, out=half)
+            else:
+                half.copy_(frozen)
         return result
 
     def _gate_up(self, rows: Tensor, names: list[str], width: int, ends: Tensor) -> Tensor:

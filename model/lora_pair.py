@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor
 
 from beam_rl.model.lora_config import LoraConfig
+from beam_rl.model.tensors import runs
 
 
 class LoraPair(torch.nn.Module):
@@ -76,16 +77,22 @@ class LoraPair(torch.nn.Module):
         return last if matrix == "lora_A" else last - 1
 
     @torch.no_grad()
-    def merged(self, weight: Tensor, expert: int | None = None) -> Tensor:
-        """This rank's part of the weight with the adapter: summed in float32, one rounding; a new tensor.
+    def merged(self, weight: Tensor, expert: int | None = None, out: Tensor | None = None) -> Tensor:
+        """This rank's part of the weight with the adapter: summed in float32, one rounding; a new tensor, or `out`.
 
         Args:
             weight: the frozen part, [out, in]; of an experts' projection [experts, out, in], or one expert's.
             expert: index of that one among the local experts.
+            out: where an experts' projection goes; of the weight's shape.
         """
         a, b = (self.lora_A, self.lora_B) if expert is None else (self.lora_A[expert], self.lora_B[expert])
-        add = torch.addmm if weight.dim() == 2 else torch.baddbmm
-        return add(weight.float(), b.float(), a.float(), alpha=self.scale).to(weight.dtype)
+        if weight.dim() == 2:
+            return weight.to(torch.float32, copy=True).addmm_(b.float(), a.float(), alpha=self.scale).to(weight.dtype)
+        out = torch.empty_like(weight) if out is None else out
+        for run in runs(weight):
+            part = weight[run].to(torch.float32, copy=True)
+            out[run] = part.baddbmm_(b[run].float(), a[run].float(), alpha=self.scale)
+        return out
 
     def full(self, matrix: str) -> Tensor:
         """The whole "lora_A" or "lora_B" ([experts, …] of all experts), on every rank of this pipeline stage.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from beam_rl.model import numerics
 from beam_rl.model.mxfp8_config import BLOCK, Mxfp8Settings
+from beam_rl.model.tensors import FUSED, runs
 
 E4M3_MAX = 448.0
 E8M0_BIAS = 127
@@ -69,7 +70,7 @@ def round_trip(x: Tensor, scaling: str, dim: int = -1, dtype: torch.dtype | None
 def pack(tensors: Iterable[tuple[str, Tensor]], settings: Mxfp8Settings) -> Iterator[tuple[str, Tensor]]:
     """Named tensors with those that the settings cover as E4M3 data, each followed by its scales, `<name>_scale`."""
     for name, tensor in tensors:
-        if settings.covers(name):
+        if _covered(name, settings):
             data, scale = quantize(tensor, settings.scaling)
             yield name, data
             yield name + SCALE_SUFFIX, scale
@@ -78,9 +79,29 @@ def pack(tensors: Iterable[tuple[str, Tensor]], settings: Mxfp8Settings) -> Iter
 
 
 def round_covered(tensors: Iterable[tuple[str, Tensor]], settings: Mxfp8Settings) -> Iterator[tuple[str, Tensor]]:
-    """Named tensors with those that the settings cover quantised and dequantised, in their own dtype."""
+    """Named tensors with those that the settings cover quantised and dequantised, in their own dtype.
+
+    Tensors on the meta device come as they are.
+    """
     for name, tensor in tensors:
-        yield name, round_trip(tensor, settings.scaling) if settings.covers(name) else tensor
+        rounded = _covered(name, settings) and not tensor.is_meta
+        yield name, _rounded(tensor, settings.scaling) if rounded else tensor
+
+
+def _covered(name: str, settings: Mxfp8Settings) -> bool:
+    """Whether the settings cover a tensor; one of a layer's experts if they cover the first, as they do all or none."""
+    if match := FUSED.fullmatch(name):
+        name = f"{match['experts']}.0.{'down' if match['kind'] == 'down' else 'gate'}_proj"
+    return settings.covers(name)
+
+
+def _rounded(tensor: Tensor, scaling: str) -> Tensor:
+    """`round_trip` of a matrix or a stack of them, of as many rows at once as suit the device."""
+    rows = tensor.flatten(0, -2)
+    result = torch.empty_like(rows)
+    for run in runs(rows):
+        result[run] = round_trip(rows[run], scaling)
+    return result.view(tensor.shape)
 
 
 def for_rollout(tensors: Iterator[tuple[str, Tensor]], settings: Mxfp8Settings | None) -> Iterator[tuple[str, Tensor]]:

@@ -8,8 +8,9 @@ pristine base every time, so that nothing accumulates.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from beam_rl.model.experts import BeamExperts
 from beam_rl.model.gpt import BeamModel
 from beam_rl.model.layer import BeamTransformerLayer
 from beam_rl.model.lora import pairs
-from beam_rl.model.lora_pair import LoraPair
 from beam_rl.model.moe import BeamMoELayer
 from beam_rl.model.tensors import hf_tensors, is_float32
 from beam_rl.model.transformer_config import BeamTransformerConfig
@@ -66,10 +66,8 @@ class Piece:
     """Axis along which the ranks of `group` hold consecutive parts; None: everyone holds all of it."""
     group: dist.ProcessGroup | None = None
     """Tensor-parallel group of the parts: the experts', or everything else's."""
-    pair: LoraPair | None = None
-    """The adapter beside it."""
-    expert: int | None = None
-    """Index of an expert's piece among the pair's local experts."""
+    merge: Callable[[Tensor], Tensor] | None = None
+    """Makes the part with the adapter beside it, a new tensor, of the part."""
 
     def load(self, checkpoint: HFCheckpoint) -> None:
         """Copy this part, and only it, from the checkpoint."""
@@ -83,8 +81,8 @@ class Piece:
     def full(self) -> Tensor:
         """The whole tensor, merged and gathered over `group` (a collective); may share memory with the parameter."""
         part = self.view.reshape(self.shape)
-        if self.pair is not None:
-            part = self.pair.merged(part, self.expert)
+        if self.merge is not None:
+            part = self.merge(part)
         if self.axis is None or self.group is None or self.group.size() == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.group.size())]
@@ -104,8 +102,8 @@ def pieces(model: BeamModel, *, fused_experts: bool = False) -> Iterator[Piece]:
         yield _split("lm_head.weight", model.output_layer.weight, 0, tp)
 
 
-def _whole(name: str, parameter: Tensor) -> Piece:
-    return Piece(name, parameter.data, tuple(parameter.shape))
+def _whole(name: str, parameter: Tensor, merge: Callable[[Tensor], Tensor] | None = None) -> Piece:
+    return Piece(name, parameter.data, tuple(parameter.shape), merge=merge)
 
 
 def _split(
@@ -113,16 +111,16 @@ def _split(
     part: Tensor,
     axis: int,
     group: dist.ProcessGroup,
-    pair: LoraPair | None = None,
-    expert: int | None = None,
+    merge: Callable[[Tensor], Tensor] | None = None,
 ) -> Piece:
-    return Piece(name, part.data, tuple(part.shape), axis, group, pair, expert)
+    return Piece(name, part.data, tuple(part.shape), axis, group, merge)
 
 
-def _pair(module: torch.nn.Module, projection: str) -> LoraPair | None:
-    """The adapter's pair of a projection inside a Megatron module."""
+def _merge(module: torch.nn.Module, projection: str, expert: int | None = None) -> Callable[[Tensor], Tensor] | None:
+    """How the adapter of a projection inside a Megatron module, or of one of its local experts, is merged."""
     adapter: Any = getattr(module, "adapter", None)
-    return None if adapter is None else adapter.pair(projection)
+    pair = None if adapter is None else adapter.pair(projection)
+    return None if pair is None else partial(pair.merged, expert=expert)
 
 
 def _layer_pieces(layer: BeamTransformerLayer, fused_experts: bool) -> Iterator[Piece]:
@@ -135,16 +133,15 @@ def _layer_pieces(layer: BeamTransformerLayer, fused_experts: bool) -> Iterator[
         yield _whole(f"{prefix}mlp.gate.weight", mlp.router.weight)
         yield _whole(f"{prefix}mlp.gate.e_score_correction_bias", mlp.router.expert_bias)
         if fused_experts:
-            yield _whole(f"{prefix}mlp.experts.gate_up_proj", mlp.experts.gate_up_proj)
-            yield _whole(f"{prefix}mlp.experts.down_proj", mlp.experts.down_proj)
+            yield from _stacked_pieces(f"{prefix}mlp.experts.", mlp.experts)
         else:
             yield from _expert_pieces(f"{prefix}mlp.experts.", mlp.experts, mlp.local_expert_indices)
     else:
         tp, gate_up, down = layer.tp_group, mlp.linear_fc1, mlp.linear_fc2
         gate, up = gate_up.weight.chunk(2)
-        yield _split(f"{prefix}mlp.gate_proj.weight", gate, 0, tp, _pair(gate_up, "gate_proj"))
-        yield _split(f"{prefix}mlp.up_proj.weight", up, 0, tp, _pair(gate_up, "up_proj"))
-        yield _split(f"{prefix}mlp.down_proj.weight", down.weight, 1, tp, _pair(down, "down_proj"))
+        yield _split(f"{prefix}mlp.gate_proj.weight", gate, 0, tp, _merge(gate_up, "gate_proj"))
+        yield _split(f"{prefix}mlp.up_proj.weight", up, 0, tp, _merge(gate_up, "up_proj"))
+        yield _split(f"{prefix}mlp.down_proj.weight", down.weight, 1, tp, _merge(down, "down_proj"))
 
 
 def _attention_pieces(prefix: str, attention: BeamSelfAttention) -> Iterator[Piece]:
@@ -155,23 +152,30 @@ def _attention_pieces(prefix: str, attention: BeamSelfAttention) -> Iterator[Pie
     fused = attention.linear_qkv.weight.data.view(groups, 2 * heads + 2, dim, -1)
     for name, part in zip(("q", "gate", "k", "v"), fused.split([heads, heads, 1, 1], dim=1), strict=True):
         rows = part.shape[0] * part.shape[1] * dim
-        pair = _pair(attention.linear_qkv, f"{name}_proj")
-        yield Piece(f"{prefix}{name}_proj.weight", part, (rows, part.shape[3]), 0, tp, pair)
+        merge = _merge(attention.linear_qkv, f"{name}_proj")
+        yield Piece(f"{prefix}{name}_proj.weight", part, (rows, part.shape[3]), 0, tp, merge)
     yield _split(f"{prefix}gate_bias", attention.gate_bias, 0, tp)
     out = attention.linear_proj
-    yield _split(f"{prefix}o_proj.weight", out.weight, 1, tp, _pair(out, "o_proj"))
+    yield _split(f"{prefix}o_proj.weight", out.weight, 1, tp, _merge(out, "o_proj"))
     yield _whole(f"{prefix}q_norm.weight", attention.q_layernorm.weight)
     yield _whole(f"{prefix}k_norm.weight", attention.k_layernorm.weight)
 
 
 def _expert_pieces(prefix: str, experts: BeamExperts, indices: Sequence[int]) -> Iterator[Piece]:
     etp = experts.tp_group
-    gate_pair, up_pair, down_pair = (_pair(experts, f"{name}_proj") for name in ("gate", "up", "down"))
     for local, index in enumerate(indices):
         gate, up = experts.gate_up_proj[local].chunk(2)
-        yield _split(f"{prefix}{index}.gate_proj.weight", gate, 0, etp, gate_pair, local)
-        yield _split(f"{prefix}{index}.up_proj.weight", up, 0, etp, up_pair, local)
-        yield _split(f"{prefix}{index}.down_proj.weight", experts.down_proj[local], 1, etp, down_pair, local)
+        down = experts.down_proj[local]
+        yield _split(f"{prefix}{index}.gate_proj.weight", gate, 0, etp, _merge(experts, "gate_proj", local))
+        yield _split(f"{prefix}{index}.up_proj.weight", up, 0, etp, _merge(experts, "up_proj", local))
+        yield _split(f"{prefix}{index}.down_proj.weight", down, 1, etp, _merge(experts, "down_proj", local))
+
+
+def _stacked_pieces(prefix: str, experts: BeamExperts) -> Iterator[Piece]:
+    adapter: Any = experts.adapter
+    adapted = adapter is not None and (adapter.pair("gate_proj") or adapter.pair("up_proj"))
+    yield _whole(f"{prefix}gate_up_proj", experts.gate_up_proj, adapter.merged_gate_up if adapted else None)
+    yield _whole(f"{prefix}down_proj", experts.down_proj, _merge(experts, "down_proj"))
 
 
 @torch.no_grad()
@@ -193,7 +197,7 @@ def export_hf(model_chunks: Sequence[torch.nn.Module], *, fused_experts: bool = 
 
     Args:
         fused_experts: a layer's experts in two tensors, by transformers' names in memory (`mlp.experts.gate_up_proj`,
-            `mlp.experts.down_proj`), unless they are larger than FUSED_BYTES. Only with ep = etp = 1, without LoRA.
+            `mlp.experts.down_proj`), unless they are larger than FUSED_BYTES. Only with ep = etp = 1.
     """
     models = [_unwrap(chunk) for chunk in model_chunks]
     config, groups = models[0].config, models[0].pg_collection

@@ -1,11 +1,19 @@
-"""The tensors of a Beam checkpoint: names, shapes, and which of them are float32 always."""
+"""The tensors of a Beam checkpoint: names, shapes, and which of them are float32 always; experts' stacks in memory."""
 
+import re
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from beam_rl.model.config import BeamConfig
+
+FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up|down)_proj")
+"""Name of one layer's experts in one tensor, as transformers has them in memory."""
+CACHED = 2**19
+"""Elements that a CPU's cache holds with what is computed from them."""
+BUSY = 2**26
+"""Elements that keep a GPU busy, and whose float32 copies its memory has room for."""
 
 
 def hf_tensors(config: BeamConfig) -> dict[str, tuple[int, ...]]:
@@ -50,6 +58,12 @@ def _mlp(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
 def is_float32(name: str) -> bool:
     """Whether a tensor is float32 whatever the checkpoint's dtype: the router's weight and correction bias."""
     return name.endswith((".mlp.gate.weight", ".mlp.gate.e_score_correction_bias"))
+
+
+def runs(tensor: Tensor) -> Iterator[slice]:
+    """Slices of a tensor's first dimension that are computed at once: as much of it as suits the device."""
+    step = max(1, (CACHED if tensor.device.type == "cpu" else BUSY) // tensor[0].numel())
+    return (slice(start, start + step) for start in range(0, len(tensor), step))
 
 
 def initial_tensors(config: BeamConfig, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

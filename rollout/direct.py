@@ -19,12 +19,10 @@ from torch import Tensor, nn
 
 from beam_rl.model.checkpoint import HFCheckpoint
 from beam_rl.model.config import BeamConfig
-from beam_rl.model.tensors import hf_tensors
+from beam_rl.model.tensors import FUSED, hf_tensors
 
 EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
 """Name of one expert's matrix."""
-FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up|down)_proj")
-"""Name of one layer's experts in one tensor, as transformers has them in memory."""
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Tensors below which vLLM adds rows."""
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")

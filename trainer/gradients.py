@@ -79,8 +79,11 @@ class GradientBuffers(DistributedDataParallel):
             alike.setdefault((first, grad.dtype), []).append((main_grad, grad))
         self._waiting.clear()
         for (first, _), pairs in alike.items():
-            add = torch._foreach_copy_ if first else torch._foreach_add_
-            add(*map(list, zip(*pairs, strict=True)))
+            main_grads, grads = map(list, zip(*pairs, strict=True))
+            if first:
+                torch._foreach_copy_(main_grads, grads)
+            else:
+                torch._foreach_add_(main_grads, grads)
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients."""

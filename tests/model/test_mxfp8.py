@@ -279,6 +279,24 @@ def test_with_weights_only_the_plain_linear_of_rounded_weights_is_the_same_bit_f
     assert torch.equal(found, numerics.expert_linear(x[:, 0], up, ends))
 
 
+@scalings
+@pytest.mark.parametrize("exclude", [(), ("down_proj",), ("mlp.experts",)])
+@pytest.mark.parametrize("send", [mxfp8.pack, mxfp8.round_covered])
+def test_a_stack_of_experts_is_quantised_as_the_experts(send: Callable, exclude: tuple[str, ...], scaling: str) -> None:
+    experts = "model.layers.1.mlp.experts"
+    stacks = {"gate_up": normal(3, 64, 96).bfloat16(), "down": normal(3, 96, 32, seed=1).bfloat16()}
+    settings = Mxfp8Settings(scaling, exclude)
+    found = dict(send([(f"{experts}.{kind}_proj", stack) for kind, stack in stacks.items()], settings))
+    for kind, stack in stacks.items():
+        projection = "gate" if kind == "gate_up" else kind
+        apart = [dict(send([(f"{experts}.{e}.{projection}_proj.weight", x)], settings)) for e, x in enumerate(stack)]
+        for number, parts in enumerate(zip(*(each.values() for each in apart), strict=True)):
+            whole = found.pop(f"{experts}.{kind}_proj{mxfp8.SCALE_SUFFIX if number else ''}")
+            assert whole.dtype == parts[0].dtype
+            assert torch.equal(bits(whole), torch.stack([bits(part) for part in parts]))
+    assert not found
+
+
 def test_with_weights_only_the_rounded_weight_is_not_kept_for_the_backward_pass() -> None:
     kept: set[int] = set()
 

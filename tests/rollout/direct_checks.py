@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from beam_rl.model.checkpoint import HFCheckpoint, save_hf
 from beam_rl.model.config import BeamConfig
+from beam_rl.model.lora import adapter_parameters
+from beam_rl.model.lora_config import LoraConfig
+from beam_rl.model.mxfp8_config import Mxfp8Settings
 from beam_rl.model.tensors import hf_tensors
 from beam_rl.rollout import receive_gpu
 from beam_rl.rollout.direct import (
@@ -25,15 +28,15 @@ from beam_rl.rollout.direct import (
 )
 from beam_rl.rollout.receive_gpu import TRUST_KEY, IPCReceiver, NCCLReceiver, proved_layout
 
-VOCABULARY, HIDDEN, EXPERTS, WIDTH, PADDED = 20, 16, 4, 12, 64
+VOCABULARY, HIDDEN, EXPERTS, WIDTH, PADDED = 20, 64, 4, 32, 64
 CONFIG = BeamConfig(
     vocab_size=VOCABULARY,
     hidden_size=HIDDEN,
-    intermediate_size=24,
+    intermediate_size=96,
     num_hidden_layers=5,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=8,
+    head_dim=32,
     sliding_window=8,
     layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
     mlp_layer_types=["dense", "sparse", "sparse", "sparse", "sparse"],
@@ -253,9 +256,9 @@ def test_vllms_loaders_and_the_writer_fill_its_parameters_alike(
     ("change", "reason"),
     [
         ({"model.norm.weight": None}, r"no model\.norm\.weight"),
-        ({"model.layers.0.mlp.gate_up_proj.weight": torch.zeros(24, HIDDEN)}, "no room"),
+        ({"model.layers.0.mlp.gate_up_proj.weight": torch.zeros(96, HIDDEN)}, "no room"),
         ({"model.layers.1.mlp.experts.routed_experts.w2_weight": torch.zeros(2, HIDDEN, WIDTH)}, "has 2 experts"),
-        ({"model.layers.1.mlp.experts.routed_experts.w13_weight": torch.zeros(4, 32, HIDDEN)}, "1,536 of its 2,048"),
+        ({"model.layers.1.mlp.experts.routed_experts.w13_weight": torch.zeros(4, 80, HIDDEN)}, "16,384 of its 20,480"),
         ({"model.layers.1.extra": torch.zeros(3)}, "0 of its 3 elements"),
     ],
 )
@@ -371,6 +374,32 @@ def test_updates_are_written_where_the_layout_is_trusted(receiver: Any, sent: li
     assert target.loaded == []
     assert receiving.model is target
     assert all(torch.equal(parameters[name], tensor) for name, tensor in native(weights(1)).items())
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [{"lora": LoraConfig(r=8)}, {"mxfp8": Mxfp8Settings(activations=False)}],
+    ids=["merged", "rounded"],
+)
+def test_experts_in_one_tensor_arrive_as_one_by_one(
+    precision: dict[str, Any], checkpoint: HFCheckpoint, sent: list[Any]
+) -> None:
+    from beam_rl.trainer.engine import EngineConfig, TrainerEngine
+
+    trainer = TrainerEngine(EngineConfig(optimizer=None, **precision))
+    trainer.build(CONFIG)
+    trainer.load_hf(checkpoint.path)
+    for parameter in adapter_parameters(trainer.models):
+        parameter.data.normal_()
+    apart = {name: tensor.cpu().clone() for name, tensor in trainer.rollout_weights()}
+    parameters = blank(native(weights()))
+    receiving = IPCReceiver(None, settings("dummy", **{TRUST_KEY: True}), torch.device("cpu"), model(parameters))
+    tensors = list(trainer.rollout_weights(fused_experts=True))
+    receiving.start_weight_update()
+    receiving.receive_weights(SimpleNamespace(names=[name for name, _ in tensors], tensors=tensors))
+    receiving.finish_weight_update()
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in native(apart).items())
+    assert not apart.keys() & {name for name in sent[0] if ".experts." in name}
 
 
 @pytest.mark.parametrize("receiver", [IPCReceiver, NCCLReceiver])
