@@ -15,6 +15,8 @@ from beam_rl.settings import GapSettings
 
 CLAMPED_LOGPROB = -9999.0
 """What SkyRL's server writes for a missing or non-finite log-prob (`generate_wire.CLAMPED_LOGPROB`)."""
+APART = 1.0
+"""Mean gap that neither rounding nor routing makes: the two sides then have different weights."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,15 @@ class GapMonitor:
         """Steps in a row over the budget, up to now."""
 
     def update(self, gap: Gap) -> str | None:
-        """Take one step's gap; returns what to tell the user, once for each full `patience`, else None."""
+        """Take one step's gap; returns what to tell the user, once for each full `patience`, else None.
+
+        Raises RuntimeError when trainer and rollout cannot have the same weights, whatever the `action`.
+        """
+        if gap.mean > max(APART, self.budget):
+            raise RuntimeError(
+                f"the mean gap is {gap.mean:.2f} nats a token: trainer and rollout do not run on the same weights, and "
+                "nothing can be learned. Look for the weight transfer in the run folder's logs/workers.log."
+            )
         self.over = self.over + 1 if gap.mean > self.budget else 0
         if self.over == 0 or self.over % self.settings.patience:
             return None

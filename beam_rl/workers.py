@@ -10,7 +10,7 @@ import ray
 import torch
 
 from beam_rl import fingerprint
-from beam_rl.rollout import transfer
+from beam_rl.rollout import nccl, transfer
 from beam_rl.trainer.precision import Precision
 from beam_rl.trainer.worker import BeamPolicyWorkerBase, BeamRefWorkerBase, EngineWorker
 
@@ -22,9 +22,14 @@ class PolicyWorkerBase(BeamPolicyWorkerBase):
     """The policy, which also knows this project's weight transfer: SkyRL's own (NCCL, CUDA IPC) are for GPUs."""
 
     async def init_weight_sync_state(self, inference_engine_client: Any, inference_engine_cfg: Any) -> None:
-        """Meet the rollout over the weight-transfer backend that its engines were configured with."""
+        """Meet the rollout over the weight-transfer backend that its engines were configured with.
+
+        Raises RuntimeError where weights would not arrive (`nccl.check`).
+        """
         chosen = inference_engine_cfg.engine_init_kwargs.get("weight_transfer_config")
         if chosen is None or chosen["backend"] != transfer.BACKEND:
+            if inference_engine_cfg.weight_sync_backend == "nccl" and not self.cfg.placement.colocate_all:
+                nccl.check()
             self.fused_experts = chosen is not None and chosen["backend"] in transfer.DIRECT_BACKENDS
             await super().init_weight_sync_state(inference_engine_client, inference_engine_cfg)
             return

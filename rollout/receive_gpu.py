@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from beam_rl.model.checkpoint import HFCheckpoint
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
+from beam_rl.rollout import nccl
 from beam_rl.rollout.direct import Layout, Unmapped, Writer, check_engine, difference, layout, per_expert
 
 TRUST_KEY = "beam_trust_layout"
@@ -107,6 +108,7 @@ class NCCLReceiver(DirectMixin, get_skyrl_nccl_engine()):  # type: ignore[misc]
     _described: Any = None
 
     def init_transfer_engine(self, init_info: Any) -> None:
+        nccl.check()
         self._described = None  # a new trainer describes its tensors anew
         super().init_transfer_engine(init_info)
 

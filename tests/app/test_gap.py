@@ -58,3 +58,9 @@ def test_warn_never_stops() -> None:
 def test_the_budget_itself_is_within_budget() -> None:
     monitor = GapMonitor(GapSettings(patience=1), 0.01)
     assert monitor.update(Gap(0.01, 0, 0, 1)) is None
+
+
+def test_a_gap_of_other_weights_ends_the_run_whatever_the_action() -> None:
+    """Seen with a transport that transferred nothing: 9.8 nats in every step, and a run that only warned."""
+    with pytest.raises(RuntimeError, match="do not run on the same weights"):
+        GapMonitor(GapSettings(action="warn"), 0.01).update(Gap(9.8, 15.0, 21.6, 4000))

@@ -1,5 +1,6 @@
 """SkyRL's batches as the engine's sequences, and SkyRL's loss as sums that do not depend on the split."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,10 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 from skyrl.train.config.config import AlgorithmConfig
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors, make_router_padding_mask
 
+from beam_rl.rollout import nccl, transfer
 from beam_rl.trainer.batches import padded_logprobs, sequences_from_batch
 from beam_rl.trainer.worker import BeamPolicyWorkerBase
+from beam_rl.workers import PolicyWorkerBase
 
 PROMPTS = [[1, 2, 3], [4]]
 RESPONSES = [[5, 6], [7, 8, 9, 10]]
@@ -155,3 +158,30 @@ def test_a_micro_batch_without_a_trained_token_has_a_loss_of_nothing(correction:
     loss.backward()
     assert float(loss) == 0.0
     assert sums["policy_loss"] == 0.0
+
+
+@pytest.mark.parametrize(("colocated", "refused"), [(False, True), (True, False)])
+def test_a_trainer_that_cannot_use_nccl_does_not_wait_for_engines(
+    colocated: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with a working NCCL would wait for this process's communicator for ever."""
+
+    async def meet(*_: Any) -> None:
+        met.append(True)
+
+    def unusable() -> None:
+        raise RuntimeError("no weights would arrive")
+
+    met: list[bool] = []
+    monkeypatch.setattr(nccl, "check", unusable)
+    monkeypatch.setattr(BeamPolicyWorkerBase, "init_weight_sync_state", meet)
+    worker: Any = PolicyWorkerBase.__new__(PolicyWorkerBase)
+    worker.cfg = SimpleNamespace(placement=SimpleNamespace(colocate_all=colocated))
+    transport = {"weight_transfer_config": {"backend": transfer.NCCL_BACKEND}}
+    engines: Any = SimpleNamespace(engine_init_kwargs=transport, weight_sync_backend="nccl")
+    if refused:
+        with pytest.raises(RuntimeError, match="no weights would arrive"):
+            asyncio.run(worker.init_weight_sync_state(None, engines))
+    else:
+        asyncio.run(worker.init_weight_sync_state(None, engines))
+    assert met == ([] if refused else [True])

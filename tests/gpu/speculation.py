@@ -85,10 +85,11 @@ def compared(name: str, found: dict[str, Any], plain: dict[str, Any], report: Te
     """Greedy output, sampled distribution and captured routes against those without a drafter."""
     worst, mean = plain["deficits"][name]
     report(f"{name}: greedy tokens below the best log-prob", f"mean {mean:.2g}, at most {worst:.3f}")
-    checks.expect(worst < 1.0, f"{name}: a greedy token lies {worst} below the best")
-    checks.expect(mean <= 2 * plain["deficits"][PLAIN][1] + 2e-3, f"{name}: {mean} below the best on average")
-    if name == PLAIN:
+    if name == PLAIN:  # scored as a prompt its own tokens are not all the best: rounding differs from decoding's
         return
+    most, average = plain["deficits"][PLAIN]
+    checks.expect(worst <= most + 0.5, f"{name}: a greedy token lies {worst} below the best, without drafter {most}")
+    checks.expect(mean <= 2 * average + 2e-3, f"{name}: {mean} below the best on average, without drafter {average}")
     same = sum(a == b for a, b in zip(found["greedy"], plain["greedy"], strict=True))
     report(f"{name}: greedy responses equal, of {len(plain['greedy'])}", same)
     where, least = min(p_values(found["samples"], plain["samples"]).items(), key=lambda pair: pair[1])

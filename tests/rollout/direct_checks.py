@@ -15,7 +15,7 @@ from beam_rl.model.lora import adapter_parameters
 from beam_rl.model.lora_config import LoraConfig
 from beam_rl.model.mxfp8_config import Mxfp8Settings
 from beam_rl.model.tensors import hf_tensors
-from beam_rl.rollout import receive_gpu
+from beam_rl.rollout import nccl, receive_gpu
 from beam_rl.rollout.direct import (
     Layout,
     Unmapped,
@@ -449,3 +449,19 @@ def test_a_drafters_weights_are_vllms_business(sent: list[Any]) -> None:
     assert sent == ["reload begins", ["x"], "reload ends"]
     assert drafter.loaded == ["x"]
     assert receive_gpu.logger.name.startswith("vllm.")
+
+
+def test_an_nccl_that_vllm_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch, sent: list[Any]) -> None:
+    """vLLM 0.33 then broadcasts nothing: beside NCCL 2.28 engines ran on what was in their receive buffers."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import Function, NCCLLibrary
+
+    nccl.check()
+    functions = [*NCCLLibrary.exported_functions, Function("ncclOfTheFuture", None, [])]
+    monkeypatch.setattr(NCCLLibrary, "exported_functions", functions)
+    monkeypatch.setattr(NCCLLibrary, "path_to_dict_mapping", {})
+    receiving = NCCLReceiver(None, settings("dummy"), torch.device("cpu"), model(native(weights())))
+    with pytest.raises(RuntimeError, match=r"ncclOfTheFuture.*no weights would arrive"):
+        receiving.init_transfer_engine(SimpleNamespace())
+    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    with pytest.raises(RuntimeError, match="Unset it"):
+        nccl.check()
