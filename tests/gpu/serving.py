@@ -87,18 +87,32 @@ class Server:
 @contextmanager
 def serving(model: Path, receivers: Mapping[str, Receiver]) -> Iterator[dict[str, Server]]:
     """Servers of a model with random weights, by name; they begin to start, all at once. Logs go beside the model."""
+    module = [sys.executable, "-m", "tests.gpu.sync_server"]
+    ports = {name: free_port() for name in receivers}
+    commands = {name: [*module, *_arguments(model, one, ports[name])] for name, one in receivers.items()}
+    with started(model.parent, commands, ports, {name: one.gpu for name, one in receivers.items()}) as servers:
+        yield servers
+
+
+@contextmanager
+def started(
+    folder: Path, commands: Mapping[str, list[str]], ports: Mapping[str, int], gpus: Mapping[str, int]
+) -> Iterator[dict[str, Server]]:
+    """Servers by name, each from its command, on its port and GPU; they begin to start, all at once. Logs go to folder.
+
+    Afterwards nothing is left of them.
+    """
     servers, processes = {}, []
     try:
-        for name, receiver in receivers.items():
-            port, log = free_port(), model.parent / f"{name.replace(' ', '-').replace(',', '')}.log"
-            command = [sys.executable, "-m", "tests.gpu.sync_server", *_arguments(model, receiver, port)]
-            environment = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": _device(receiver.gpu)}
+        for name, command in commands.items():
+            log = folder / f"{name.replace(' ', '-').replace(',', '')}.log"
+            environment = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": _device(gpus.get(name, 0))}
             with log.open("wb") as out:
                 process = subprocess.Popen(
                     command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
                 )
             processes.append(process)
-            servers[name] = Server(process.pid, f"http://127.0.0.1:{port}", log)
+            servers[name] = Server(process.pid, f"http://127.0.0.1:{ports[name]}", log)
         yield servers
     finally:
         for process in processes:
