@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,7 @@ warnings.filterwarnings("ignore", module=r"torch\.distributed\.c10d_logger", cat
 cpu.install()
 
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.distributed import DistributedDataParallel
 
 from beam_rl.model import lora, mxfp8
 from beam_rl.model.checkpoint import HFCheckpoint
@@ -32,7 +31,7 @@ from beam_rl.model.config import BeamConfig
 from beam_rl.model.gpt import build_model
 from beam_rl.model.names import describe_hf, export_adapter, export_hf, fingerprint, load_hf
 from beam_rl.model.transformer_config import transformer_config
-from beam_rl.trainer import adapter, checkpoint, distributed, optimizer, outputs
+from beam_rl.trainer import adapter, checkpoint, distributed, optimizer, outputs, pipeline
 from beam_rl.trainer.gradients import data_parallel
 from beam_rl.trainer.offload import TrainingMemory
 from beam_rl.trainer.optimizer import tensors as optimizer_tensors
@@ -96,7 +95,7 @@ class TrainerEngine:
             if config.optimizer is None:
                 model.requires_grad_(False)
                 return
-            transformer.finalize_model_grads_func = _finalize
+            transformer.finalize_model_grads_func = pipeline.finalize
             self.chunks = [data_parallel(transformer, model)]
             self.optimizer, self.schedule = optimizer.build_optimizer(config.optimizer, self.chunks, config.torch_dtype)
         self.zero_grad()
@@ -107,7 +106,7 @@ class TrainerEngine:
         Under LoRA they are the frozen base, which a checkpoint does not hold: load it before `load`.
         """
         load_hf(self.models, HFCheckpoint(path))
-        self._memory = TrainingMemory()  # it may remember a frozen base that this one replaces
+        self._memory.changed()
         if self.config.lora is not None:
             self.base = fingerprint(self.models)
         if self.config.optimizer is not None:
@@ -144,7 +143,8 @@ class TrainerEngine:
             RoutesError: `replay`, and a sample's routes are missing or invalid.
         """
         batches = self._batches(sequences, replay, masked=masked, record=routes)
-        results = self._run(batches, lambda batch, scores: scores, temperature=temperature)
+        temperature = temperature or self.config.temperature
+        results = pipeline.run(self.chunks, batches, lambda batch, scores: scores, temperature=temperature)
         values = outputs.gather(batches, results)  # [micro batches][2, T]
 
         def per_sample(row: int) -> list[Tensor]:
@@ -186,8 +186,12 @@ class TrainerEngine:
         self._reduced = True
         try:
             with lora.dropout(self.models):
-                results = self._run(
-                    batches, lambda batch, scores: self._loss(batch, scores, loss_fn, entropy), backward=True
+                results = pipeline.run(
+                    self.chunks,
+                    batches,
+                    partial(pipeline.loss, loss_fn=loss_fn, entropy=entropy),
+                    temperature=self.config.temperature,
+                    backward=True,
                 )
         except BaseException:
             self.zero_grad()
@@ -216,58 +220,6 @@ class TrainerEngine:
             )
             for group in groups
         ]
-
-    def _run(
-        self,
-        batches: Seq[MicroBatch],
-        finish: Callable[[MicroBatch, Tensor], Any],
-        *,
-        backward: bool = False,
-        temperature: float | None = None,
-    ) -> list[Any]:
-        """Megatron's schedule over micro batches; `finish` turns the last stage's scores [2, K] into outputs.
-
-        Returns the outputs on the last pipeline stage, and nothing on the others.
-        """
-
-        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            batch = next(batches)
-            with cpu.without_mode():
-                output = model(
-                    batch.tokens,
-                    packed_seq_params=batch.batch,
-                    rows=batch.rows,
-                    targets=batch.targets,
-                    temperature=temperature or self.config.temperature,
-                )
-            return output, partial(finish_step, batch)
-
-        def finish_step(batch: MicroBatch, output: Tensor, non_loss_data: bool = False) -> Any:
-            with cpu.without_mode():
-                return finish(batch, output[0])
-
-        with cpu.cuda_as_cpu():
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=[iter(batches) for _ in self.chunks],
-                model=self.chunks,
-                num_microbatches=len(batches),
-                seq_length=max(batch.total for batch in batches),
-                micro_batch_size=1,
-                forward_only=not backward,
-                collect_non_loss_data=not backward,
-            )
-
-    def _loss(
-        self, batch: MicroBatch, scores: Tensor, loss_fn: LossFn, entropy: bool
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor | float]]:
-        """Megatron's triple of loss, token count and outputs; a count of 0 keeps it from dividing the gradients."""
-        logprobs, entropies = scores
-        loss, metrics = loss_fn(logprobs, batch.fields, batch.loss_mask, entropies.detach() if entropy else None)
-        if len(batch.rows) == 0:
-            loss = loss + logprobs.sum()  # nothing to learn, but the backward pass of every rank must run
-        count = torch.zeros((), dtype=torch.int, device=loss.device)
-        return loss, count, {"loss": loss.detach(), **metrics}
 
     # Optimizer
 
@@ -359,6 +311,7 @@ class TrainerEngine:
             BadInput: no such adapters, or they were made with other settings or for another model; it is named.
         """
         adapter.load(self, Path(path))
+        self._memory.changed()
 
     def save(self, path: str | Path, extra: Mapping[str, Any], *, asynchronous: bool = False) -> None:
         """Write a checkpoint folder: model, optimizer, schedule, random states, and the caller's `extra`.
@@ -400,9 +353,6 @@ class TrainerEngine:
         """
         self.finalize_saves()
         with cpu.cuda_as_cpu():
-            return checkpoint.load(self, Path(path))
-
-
-def _finalize(model: Any, num_tokens: Tensor | None = None, **arguments: Any) -> None:
-    """Megatron's last reductions of the gradients, without a division by the token count, which `_loss` leaves at 0."""
-    finalize_model_grads(model, None, **arguments)
+            extra = checkpoint.load(self, Path(path))
+        self._memory.changed()  # an engine without an optimizer trains nothing: all of it is frozen
+        return extra

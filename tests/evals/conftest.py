@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over real sockets that does whatever a test wants it to do wrong."""
+"""A grader, and an OpenAI-compatible server over real sockets that does whatever a test wants it to do wrong."""
 
 import json
 import socket
@@ -11,6 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from beam_rl.evals import runner, sources
+from beam_rl.evals.endpoint import Endpoint, Retry
+from beam_rl.evals.grader import Grader
+from beam_rl.evals.journal import opened
+from beam_rl.evals.results import Results, Sampling
+from beam_rl.evals.runner import Run
 
 Body = dict[str, Any]
 CLOSE, HANG, CUT = "close", "hang", "cut"
@@ -172,3 +179,38 @@ def right() -> Callable[[Body], Body]:
 @pytest.fixture
 def say() -> Callable[..., Body]:
     return reply
+
+
+@pytest.fixture
+def retry() -> Retry:
+    """How often `evaluate` asks again: little enough to wait for."""
+    return Retry(attempts=4, first_pause=0.02)
+
+
+@pytest.fixture
+def evaluate(
+    server: Server, problems: Path, tmp_path: Path, right: Callable[[Body], Body], retry: Retry
+) -> Callable[..., Results]:
+    """Evaluates the ten problems, two samples each, in `tmp_path/out`."""
+    server.answer = right
+
+    def go(**changes: Any) -> Results:
+        given = {"samples": 2, "temperature": 1.0, "top_p": 1.0, "max_tokens": 100}
+        given |= {key: changes.pop(key) for key in list(changes) if key in Sampling.model_fields}
+        sampling = Sampling.model_validate(given)
+        endpoint = Endpoint(
+            server.url, api_key=changes.pop("api_key", None), timeout=changes.pop("timeout", 30.0), retry=retry
+        )
+        task = sources.load(changes.pop("task", str(problems)), prompt=changes.pop("prompt", None))
+        with opened(tmp_path / "out") as journal:
+            return runner.evaluate(Run(task, sampling, endpoint, **({"concurrency": 4} | changes)), journal)
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def symbolic() -> Iterator[Grader]:
+    """A grader with time enough for every answer that does not hang."""
+    grader = Grader(workers=2, timeout=20.0)
+    yield grader
+    grader.close()

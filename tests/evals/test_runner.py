@@ -2,47 +2,18 @@
 
 import collections
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from beam_rl.evals import runner, sources
-from beam_rl.evals.endpoint import Endpoint, Retry
-from beam_rl.evals.journal import opened
-from beam_rl.evals.results import Results, Sampling, read
-from beam_rl.evals.runner import Run, ServerLost
+from beam_rl.evals.endpoint import Retry
+from beam_rl.evals.results import Results, read
+from beam_rl.evals.runner import ServerLost
 from beam_rl.model.errors import BadInput
-
-FAST = Retry(attempts=4, first_pause=0.02)
-
-
-@pytest.fixture
-def evaluate(server: Any, problems: Path, tmp_path: Path, right: Any) -> Callable[..., Results]:
-    """Evaluates the ten problems, two samples each, in `tmp_path/out`."""
-    server.answer = right
-
-    def go(**changes: Any) -> Results:
-        given = {"samples": 2, "temperature": 1.0, "top_p": 1.0, "max_tokens": 100}
-        sampling = Sampling.model_validate(given | {key: changes.pop(key) for key in list(changes) if key in SETTINGS})
-        endpoint = Endpoint(
-            server.url, api_key=changes.pop("api_key", None), timeout=changes.pop("timeout", 30.0), retry=FAST
-        )
-        task = sources.load(changes.pop("task", str(problems)), prompt=changes.pop("prompt", None))
-        with opened(tmp_path / "out") as journal:
-            return runner.evaluate(Run(task, sampling, endpoint, **({"concurrency": 4} | changes)), journal)
-
-    return go
-
-
-SETTINGS = frozenset(Sampling.model_fields)
 
 
 def counts(results: Results) -> dict[str, int]:
@@ -88,7 +59,7 @@ def test_a_passing_fault_is_asked_again_and_changes_no_verdict(
 
 @pytest.mark.parametrize("fault", ["HTTP 500", "closed", "no choice", "aborted"])
 def test_a_lasting_fault_is_an_error_and_not_a_wrong_answer(
-    fault: str, server: Any, evaluate: Any, right: Any, say: Any
+    fault: str, server: Any, evaluate: Any, retry: Retry, right: Any, say: Any
 ) -> None:
     server.answer = lambda body: FAULTS[fault](say) if body["messages"][-1]["content"].endswith("m 3") else right(body)
     results = evaluate()
@@ -97,7 +68,7 @@ def test_a_lasting_fault_is_an_error_and_not_a_wrong_answer(
     assert (results.summary.pass_k, results.summary.maj_k) == (None, None)
     assert results.problems[3].avg is None
     failed = [one for one in results.samples if one.is_error]
-    assert all(one.attempts == FAST.attempts and one.error for one in failed)
+    assert all(one.attempts == retry.attempts and one.error for one in failed)
     assert any("2 samples ended in an error" in warning for warning in results.warnings)
 
     server.requests.clear()
@@ -255,65 +226,6 @@ def test_a_server_without_weight_versions_raises_no_flag(evaluate: Any) -> None:
     assert evaluate().model.weight_versions == []
 
 
-def test_a_second_run_in_the_same_folder_is_refused_while_the_first_works(
-    server: Any, evaluate: Any, right: Any, problems: Path, tmp_path: Path
-) -> None:
-    started, go_on = threading.Event(), threading.Event()
-
-    def answer(body: Any) -> Any:
-        started.set()
-        go_on.wait(30)
-        return right(body)
-
-    server.answer = answer
-    process = command(server, problems, tmp_path / "out")
-    assert started.wait(60)
-    try:
-        with pytest.raises(BadInput, match="another evaluation is running"):
-            evaluate()
-    finally:
-        go_on.set()
-    assert process.wait(60) == 0
-    assert counts(read(tmp_path / "out")) == {"correct": 20}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"samples": 3}, "samples=2"),
-        ({"temperature": 0.5}, "temperature=1.0"),
-        ({"prompt": "x {problem}"}, "prompt="),
-        ({"task": "other"}, "name='ten'"),
-    ],
-)
-def test_a_folder_of_another_evaluation_is_refused_and_left_alone(
-    change: dict[str, Any], said: str, evaluate: Any, tmp_path: Path
-) -> None:
-    evaluate()
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    if "task" in change:
-        (tmp_path / "other.jsonl").write_text('{"problem": "p", "answer": 1}\n')
-        change = {"task": str(tmp_path / "other.jsonl")}
-    with pytest.raises(BadInput, match=f"holds another evaluation.*{said}"):
-        evaluate(**change)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-
-
-def test_another_model_behind_the_same_address_is_refused(server: Any, evaluate: Any) -> None:
-    evaluate()
-    server.models = ["another"]
-    with pytest.raises(BadInput, match="model='m', this one 'another'"):
-        evaluate()
-
-
-def test_a_folder_of_something_else_is_left_alone(evaluate: Any, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("x")
-    with pytest.raises(BadInput, match="neither empty nor"):
-        evaluate()
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
-
-
 def test_several_models_need_a_choice(server: Any, evaluate: Any) -> None:
     server.models = ["a", "b"]
     with pytest.raises(BadInput, match="--served-model"):
@@ -326,29 +238,6 @@ def test_a_limit_beyond_the_context_is_refused_before_anything_is_drawn(server: 
     assert server.requests == []
 
 
-def test_a_line_cut_short_by_a_kill_costs_that_sample_alone(server: Any, evaluate: Any, tmp_path: Path) -> None:
-    evaluate()
-    path = tmp_path / "out" / "samples.jsonl"
-    lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join(lines[:11]) + b"\n" + lines[11][:40])
-    server.requests.clear()
-    results = evaluate()
-    assert len(server.requests) == 10
-    assert counts(results) == {"correct": 20}
-    assert all(json.loads(line) for line in path.read_text().splitlines())
-
-
-def test_a_damaged_line_is_named_and_nothing_is_thrown_away(evaluate: Any, tmp_path: Path) -> None:
-    evaluate()
-    path = tmp_path / "out" / "samples.jsonl"
-    lines = path.read_text().split("\n")
-    lines[4] = lines[4][:30]
-    path.write_text("\n".join(lines))
-    with pytest.raises(BadInput, match="line 5 is damaged"):
-        evaluate()
-    assert path.read_text() == "\n".join(lines)
-
-
 def test_odd_numbers_from_a_server_are_unknown_numbers(server: Any, evaluate: Any, right: Any) -> None:
     server.entry = {"max_model_len": "long", "root": 7}
     server.answer = lambda body: right(body) | {"usage": {"completion_tokens": "many", "prompt_tokens": 1.5}}
@@ -356,56 +245,3 @@ def test_odd_numbers_from_a_server_are_unknown_numbers(server: Any, evaluate: An
     assert counts(results) == {"correct": 20}
     assert (results.model.context, results.summary.tokens_mean) == (None, None)
     assert any("does not tell how many tokens" in warning for warning in results.warnings)
-
-
-def command(server: Any, problems: Path, out: Path) -> "subprocess.Popen[bytes]":
-    arguments = ["eval", str(problems), "--endpoint", server.url, "--samples", "2", "--max-tokens", "100"]
-    arguments += ["--concurrency", "4", "--out", str(out)]
-    with (out.parent / "log").open("ab") as log:
-        return subprocess.Popen([sys.executable, "-m", "beam_rl", *arguments], stdout=log, stderr=log)
-
-
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT", "SIGTERM"])
-def test_a_killed_run_goes_on_without_drawing_anything_twice(
-    how: str, server: Any, problems: Path, tmp_path: Path, right: Any
-) -> None:
-    answered = []
-
-    def answer(body: Any) -> Any:
-        if len(answered) >= 10:  # half way: nothing more is answered until the process is gone
-            server.released.wait(60)
-        answered.append(body)
-        return right(body)
-
-    server.answer = answer
-    out = tmp_path / "out"
-    process = command(server, problems, out)
-    end = time.monotonic() + 60
-    while len(done(out)) < 10:
-        assert process.poll() is None, (tmp_path / "log").read_text()
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    os.kill(process.pid, getattr(signal, how))
-    assert process.wait(30) == (-9 if how == "SIGKILL" else 1)
-    server.released.set()
-    time.sleep(0.2)
-    assert len(done(out)) == 10
-    if how != "SIGKILL":
-        assert "goes on" in (tmp_path / "log").read_text()
-        assert read(out).status == "incomplete"
-        assert (out / "report.html").is_file()
-
-    before = done(out)
-    server.answer = right
-    server.requests.clear()
-    assert command(server, problems, out).wait(60) == 0, (tmp_path / "log").read_text()
-    assert len(server.requests) == 10
-    results = read(out)
-    assert (results.status, len(results.samples), len(results.sessions)) == ("complete", 20, 2)
-    assert done(out)[:10] == before
-
-
-def done(out: Path) -> list[str]:
-    """The journal's samples, as text."""
-    path = out / "samples.jsonl"
-    return [line for line in path.read_text().split("\n")[:-1] if '"sample"' in line] if path.is_file() else []

@@ -1,0 +1,1 @@
+"""Weight updates straight into an engine's parameters; `test_direct.py` runs the checks, `*_checks.py`."""
