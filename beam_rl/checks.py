@@ -15,6 +15,12 @@ from beam_rl.model.errors import BadInput
 from beam_rl.problems import Problems, known_environments, load_problems
 from beam_rl.recipe import Recipe
 
+RESHAPING = {
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "structured_outputs"),
+}
+"""Of vLLM's sampling parameters, those that change the probabilities of tokens."""
+
 
 def settings(recipe: Recipe) -> None:
     """Cross-field rules of the recipe; the message names the key, its value and the remedy."""
@@ -123,11 +129,21 @@ def supported(recipe: Recipe) -> None:
         "generator.sampling_params.top_p": (sampling.top_p != 1.0, sampling.top_p, "1.0"),
         "generator.sampling_params.top_k": (sampling.top_k not in (-1, 0), sampling.top_k, "-1"),
         "generator.sampling_params.min_p": (sampling.min_p != 0.0, sampling.min_p, "0.0"),
+        "generator.sampling_params.repetition_penalty": (
+            sampling.repetition_penalty != 1.0,
+            sampling.repetition_penalty,
+            "1.0",
+        ),
+        **{
+            f"generator.sampling_params.additional_kwargs.{name}": (True, value, "nothing (leave it out)")
+            for name, value in (sampling.additional_kwargs or {}).items()
+            if name in RESHAPING
+        },
     }
     for key, (refused, value, remedy) in refusals.items():
         if refused:
             raise BadInput(
-                f"{key}={value}: cuts tokens from the rollout's distribution that the trainer's log-probs still count. "
+                f"{key}={value}: makes another distribution of the rollout's than the trainer's log-probs are of. "
                 f"Set it to {remedy} for training (evaluation may use it)."
             )
     correction = trainer.algorithm.off_policy_correction

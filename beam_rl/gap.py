@@ -16,7 +16,7 @@ from beam_rl.settings import GapSettings
 CLAMPED_LOGPROB = -9999.0
 """What SkyRL's server writes for a missing or non-finite log-prob (`generate_wire.CLAMPED_LOGPROB`)."""
 APART = 1.0
-"""Mean gap that neither rounding nor routing makes: the two sides then have different weights."""
+"""Mean gap that neither rounding nor routing makes: the two sides then have different weights, or sample otherwise."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,13 @@ class GapMonitor:
     def update(self, gap: Gap) -> str | None:
         """Take one step's gap; returns what to tell the user, once for each full `patience`, else None.
 
-        Raises RuntimeError when trainer and rollout cannot have the same weights, whatever the `action`.
+        Raises RuntimeError when trainer and rollout cannot compute the same distribution, whatever the `action`.
         """
         if gap.mean > max(APART, self.budget):
             raise RuntimeError(
-                f"the mean gap is {gap.mean:.2f} nats a token: trainer and rollout do not run on the same weights, and "
-                "nothing can be learned. Look for the weight transfer in the run folder's logs/workers.log."
+                f"the mean gap is {gap.mean:.2f} nats over {gap.tokens:,} tokens, the largest {gap.max:.2f}: trainer "
+                "and rollout do not run on the same weights, or sample otherwise than the trainer counts, and nothing "
+                "can be learned. Look for the weight transfer in the run folder's logs/workers.log."
             )
         self.over = self.over + 1 if gap.mean > self.budget else 0
         if self.over == 0 or self.over % self.settings.patience:

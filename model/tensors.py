@@ -62,7 +62,8 @@ def is_float32(name: str) -> bool:
 
 def runs(tensor: Tensor) -> Iterator[slice]:
     """Slices of a tensor's first dimension that are computed at once: as much of it as suits the device."""
-    step = max(1, (CACHED if tensor.device.type == "cpu" else BUSY) // tensor[0].numel())
+    width = max(1, tensor.numel() // max(1, len(tensor)))
+    step = max(1, (CACHED if tensor.device.type == "cpu" else BUSY) // width)
     return (slice(start, start + step) for start in range(0, len(tensor), step))
 
 

@@ -6,6 +6,8 @@ def check() -> None:
 
     vLLM 0.33's `PyNcclCommunicator` disables itself, without a word, if its NCCL library lacks a function that it knows
     (of NCCL 2.29.7, say). An engine then runs on whatever its receive buffers held.
+    The trainer's process checks, and so do engines with this project's receiver; with SkyRL's, an engine whose
+    environment differs from the trainer's is not checked.
 
     Raises:
         RuntimeError: it would be; why, and what to do.

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -63,21 +64,24 @@ class PendingSave:
     def finish(self) -> None:
         """Wait for the files of all ranks, then close the folder and give it its name.
 
-        Raises what Megatron raises when a file could not be written, and OSError when one could not be read back; the
-        folder then never appears.
+        Raises on every rank what Megatron raises when a file could not be written, and OSError when one could not be
+        read back or the folder not be closed; it then never appears.
         """
         error = self.digests.exception()
-        for close in self.close:
-            close()
+        try:
+            for close in self.close:
+                close()
+        except Exception as failure:
+            raise failure from error
         parts = _gathered(repr(error) if error else self.digests.result())
-        for part in parts:
-            if isinstance(part, str):
-                raise OSError(f"checkpoint {self.path}: {part}") from error
-        if dist.get_rank() == 0:
-            manifest.write(self.partial, {name: digest for part in parts for name, digest in part.items()})
-            _sync(self.partial)
-            _replace(self.partial, self.path)
-        dist.barrier()
+        _agree(self.path, [part for part in parts if isinstance(part, str)], error)
+        digests = {name: digest for part in parts for name, digest in part.items()}
+        _on_first_rank(self.path, partial(self._name, digests))
+
+    def _name(self, digests: Mapping[str, str]) -> None:
+        manifest.write(self.partial, digests)
+        _sync(self.partial)
+        _replace(self.partial, self.path)
 
 
 def begin(engine: TrainerEngine, path: Path, extra: Mapping[str, Any]) -> PendingSave:
@@ -85,25 +89,44 @@ def begin(engine: TrainerEngine, path: Path, extra: Mapping[str, Any]) -> Pendin
 
     Training may go on at once; the folder appears when the result's `finish` has run.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    request = _request(engine, partial, extra)
+    unfinished = path.with_name(f".{path.name}.partial")
+    _on_first_rank(path, partial(_make_empty, unfinished))
+    request = _request(engine, unfinished, extra)
     _copy(request)
     digests: Future[dict[str, str]] = Future()
     Thread(target=_write, args=(request, digests), name=f"save {path.name}", daemon=True).start()
-    return PendingSave(path, partial, digests, request.finalize_fns)
+    return PendingSave(path, unfinished, digests, request.finalize_fns)
 
 
-def _request(engine: TrainerEngine, partial: Path, extra: Mapping[str, Any]) -> Any:
-    """Megatron's request to write `partial`; nothing else holds what was gathered for it."""
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _on_first_rank(path: Path, work: Callable[[], None]) -> None:
+    """Do work on the checkpoint `path` on the first rank; the others wait, and learn whether it failed."""
+    error: OSError | None = None
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as failure:
+            error = failure
+    _agree(path, [one for one in _gathered(error and repr(error)) if one], error)
+
+
+def _agree(path: Path, failures: list[str], error: BaseException | None) -> None:
+    """Raise the first of all ranks' failures, on all of them."""
+    if failures:
+        raise OSError(f"checkpoint {path}: {failures[0]}") from error
+
+
+def _request(engine: TrainerEngine, folder: Path, extra: Mapping[str, Any]) -> Any:
+    """Megatron's request to write into a folder; nothing else holds what was gathered for it."""
     state = _sharded_state(engine, loading=False)
     state |= {"extra": dict(extra), "made_by": _identity(engine), "random_layout": _layout()}
     if engine.config.optimizer is not None:
         state["schedule"] = engine.schedule.state_dict()
-    return dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
+    return dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
 
 
 def _buckets(request: Any) -> list[Any]:

@@ -19,7 +19,7 @@ class Parking:
     """Memory of a set of tensors, on the device or on the host.
 
     Args:
-        frozen: the contents never change, so that they are copied to the host once.
+        frozen: the contents do not change, but for `forget`, so that they are copied to the host once.
     """
 
     def __init__(self, *, frozen: bool = False) -> None:
@@ -61,15 +61,24 @@ class Parking:
                 self._spare.setdefault(host.numel(), []).append(host)
         self._host.clear()
 
+    def forget(self) -> None:
+        """Copy frozen contents anew next time."""
+        if self._copies is not None:
+            self._copies.clear()
+
 
 class TrainingMemory:
     """What training holds on a device, in the two parts that leave and return by themselves.
 
-    Weights that need no gradient, as LoRA's base, must not change while this is in use.
+    Whoever changes weights that need no gradient, as LoRA's base, says so (`changed`).
     """
 
     def __init__(self) -> None:
         self._model, self._frozen, self._optimizer = Parking(), Parking(frozen=True), Parking()
+
+    def changed(self) -> None:
+        """Frozen weights are others now."""
+        self._frozen.forget()
 
     def lend(self, chunks: Seq[Any], states: Iterable[Tensor], *, model: bool) -> None:
         """Park the optimizer's states, and if `model` the chunks' parameters; gradient buffers are freed."""

@@ -117,6 +117,8 @@ MISTAKES = [
     (["trainer.strategy=fsdp"], r"trainer\.strategy"),
     (["trainer.ckpt_path=/tmp/x"], r"trainer\.ckpt_path.*beam\.run_dir"),
     (["generator.sampling_params.top_p=0.9"], r"top_p=0\.9"),
+    (["generator.sampling_params.repetition_penalty=1.1"], r"repetition_penalty=1\.1: makes another distribution"),
+    (["generator.sampling_params.additional_kwargs={logit_bias: {5: 1}}"], r"additional_kwargs\.logit_bias"),
     (["trainer.placement.colocate_all=true"], r"colocate_all=true: there is no GPU to share"),
     (["generator.inference_engine.engine_init_kwargs.logprobs_mode=raw_logprobs"], r"logprobs_mode"),
     (["trainer.policy.optimizer_config.lr=.nan"], r"lr=nan"),

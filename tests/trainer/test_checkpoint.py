@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from beam_rl.model.errors import BadInput
 from beam_rl.problems import Problems, ProblemStream
-from beam_rl.trainer import manifest
+from beam_rl.trainer import manifest, optimizer
 from beam_rl.trainer.engine import OptimizerSettings, Sequence
 from beam_rl.trainer.worker import BeamPolicyWorkerBase
 
@@ -330,7 +330,8 @@ def test_a_save_copies_nothing_twice_on_the_host(engine_for, plain, tmp_path, mo
     monkeypatch.setattr(dist_checkpointing, "save", save)
     engine.save(tmp_path / "step_1", {}, asynchronous=True)
     (model,) = engine.models
-    ours = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    live = (*model.parameters(), *model.buffers(), *optimizer.tensors(engine.optimizer))
+    ours = {tensor.untyped_storage().data_ptr() for tensor in live}
     kept = [(handed[item.index] in ours, handed[item.index] == copy.data_ptr()) for item, copy in tensors(requests[0])]
     assert set(kept) == {(True, False), (False, True)}, "the engine's own is copied, the rest is not"
 

@@ -125,11 +125,40 @@ def test_frozen_memory_is_copied_to_the_host_once(monkeypatch):
     assert len(copied) == 1 + 3  # out once, back every time
 
 
-def test_another_base_is_not_taken_for_the_one_before(engine_for, tmp_path):
+def doubled(engine_for, folder):
+    engine = engine_for()
+    save_hf(folder, engine.hf, ((name, tensor * 2) for name, tensor in engine.export()))
+    return {"lora": LoraConfig(r=8)}, lambda engine: engine.load_hf(folder)
+
+
+def checkpoint(engine_for, folder):
+    engine = engine_for(optimizer=None)
+    for parameter in engine.models[0].parameters():
+        parameter.data *= 2
+    engine.save(folder, {})
+    return {"optimizer": None}, lambda engine: engine.load(folder)
+
+
+def adapters(engine_for, folder):
     engine = engine_for(lora=LoraConfig(r=8))
-    lend_everything(engine)
-    other = {name: tensor * 2 for name, tensor in engine.export()}
-    save_hf(tmp_path / "other", engine.hf, iter(other.items()))
-    engine.load_hf(tmp_path / "other")
-    lend_everything(engine)
-    assert all(torch.equal(tensor, other[name]) for name, tensor in engine.export())
+    for parameter in engine.models[0].parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    engine.save_adapter(folder)
+    return {"lora": LoraConfig(r=8), "optimizer": None}, lambda engine: engine.load_adapter(folder)
+
+
+@pytest.mark.parametrize("made", [doubled, checkpoint, adapters])
+def test_frozen_weights_that_were_replaced_stay_replaced(made, engine_for, tmp_path):
+    """What needs no gradient is copied to the host once, unless somebody says that it has changed."""
+    settings, replace = made(engine_for, tmp_path / "other")
+    engine = engine_for(**settings)
+    before = {name: tensor.clone() for name, tensor in engine.export()}
+    engine.offload()
+    engine.backload()
+    replace(engine)
+    after = {name: tensor.clone() for name, tensor in engine.export()}
+    assert any(not torch.equal(before[name], tensor) for name, tensor in after.items())
+    engine.offload()
+    engine.backload()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in engine.export())
