@@ -4,17 +4,22 @@ Every process that the run starts inherits two environment variables: a marker b
 SPT_NOENV, which keeps setproctitle (Ray, vLLM) from overwriting the environment in /proc.
 """
 
+import math
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from beam_rl import watchdog
+
+TOGETHER_SECONDS = 1.0
+"""Signals that follow each other faster are one."""
 
 
 @contextmanager
@@ -33,7 +38,7 @@ def bounded(log_dir: Path) -> Iterator[Path]:
     changes = {watchdog.VARIABLE: marker, "SPT_NOENV": "1", "TMPDIR": str(temp_dir)}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, interrupter())
     try:
         yield temp_dir
     finally:
@@ -48,5 +53,17 @@ def bounded(log_dir: Path) -> Iterator[Path]:
         dog.wait()
 
 
-def interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+def interrupter() -> Callable[[int, object], None]:
+    """A handler of SIGTERM that raises KeyboardInterrupt, once for signals that come together.
+
+    `timeout` signals its child and then the child's process group: the second would break the first one's clean-up.
+    """
+    last = -math.inf
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if last - before > TOGETHER_SECONDS:
+            raise KeyboardInterrupt
+
+    return interrupt

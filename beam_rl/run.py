@@ -1,5 +1,6 @@
 """`beam-rl train`: a recipe from start to end, in one folder."""
 
+import gc
 import json
 import threading
 import traceback
@@ -34,6 +35,7 @@ def train(recipe: Recipe, resume: bool) -> int:
         stack.enter_context(folder.recorded(recipe, made))
         logs.mkdir(exist_ok=True)
         terminal = stack.enter_context(terminal_apart(logs / "driver.log"))
+        stack.callback(gc.collect)  # SkyRL's unfinished bars are printed once more, when they are collected
         console = Console(terminal)
         memory = stack.enter_context(PeakMemory(console))
         console.opening(opening(recipe, resume))

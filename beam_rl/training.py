@@ -1,5 +1,6 @@
 """DAPO on SkyRL's training loop: `RayPPOTrainer` with this project's rules at its seams."""
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from beam_rl.trainer.worker import WITHOUT_REPLAY
 
 Advance = Callable[[int], None]
 """Takes how many units of a phase are done now."""
+CANCEL_SECONDS = 2.0
+"""How long a cancelled request may take to release what it holds: a router may not answer."""
 
 
 class Observer(Protocol):
@@ -83,7 +86,7 @@ class BeamTrainer(RayPPOTrainer):
         self.total_training_steps = self.recipe.steps
 
     async def train(self) -> None:
-        """SkyRL's loop; its HTTP sessions end with the event loop that they belong to."""
+        """SkyRL's loop; its requests and HTTP sessions end with the event loop that they belong to."""
         try:
             await super().train()
         except BaseException:
@@ -91,6 +94,7 @@ class BeamTrainer(RayPPOTrainer):
                 self.publish_checkpoint()
             raise
         finally:
+            await cancel_others(CANCEL_SECONDS)
             await self.inference_engine_client.aclose()
 
     # Rollout
@@ -308,8 +312,14 @@ class BeamTrainer(RayPPOTrainer):
             wait: until it is written; otherwise it is left for a later call if it is not.
         """
         state = self.unpublished
-        if state is None or self.recorded < state["step"] or not self.policy_written(wait=wait):
+        if state is None or self.recorded < state["step"]:
             return
+        try:
+            if not self.policy_written(wait=wait):
+                return
+        except Exception:
+            self.unpublished = None  # its save failed, and nothing is pending any more: it must not count later
+            raise
         trainer = self.cfg.trainer
         checkpoints.publish(Path(trainer.ckpt_path), state["step"], state, trainer.max_ckpts_to_keep)
         self.unpublished, self.published = None, state["step"]
@@ -339,6 +349,19 @@ class BeamTrainer(RayPPOTrainer):
         self.observer.resumed(step)
         self.recorded = self.published = step
         return step, str(path)
+
+
+async def cancel_others(seconds: float) -> None:
+    """Cancel the event loop's other tasks and wait for them: a gather that fails leaves its other requests running.
+
+    Those that do not end within `seconds`, because they release what they hold, are cancelled again in that.
+    """
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for _ in range(2):
+        for task in others:
+            task.cancel()
+        if others:
+            _, others = await asyncio.wait(others, timeout=seconds)
 
 
 def is_number(value: Any) -> bool:
