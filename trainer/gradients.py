@@ -35,7 +35,7 @@ ones are slow, but launched sooner."""
 class GradientBuffers(DistributedDataParallel):
     """Megatron's wrapper of a model whose `zero_grad_buffer` costs nothing.
 
-    Between `zero_grad_buffer` and `settle` the `main_grad` of a parameter that has no gradient yet is undefined.
+    Between `zero_grad_buffer` and `settle`, which `finish_grad_sync` calls, `main_grad` is undefined.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,6 +74,7 @@ class GradientBuffers(DistributedDataParallel):
         return hook
 
     def _add_waiting(self) -> None:
+        """Add the gradients that wait, in one call for those of a dtype that come first, and one for the others."""
         alike: dict[tuple[bool, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for main_grad, grad, first in self._waiting.values():
             alike.setdefault((first, grad.dtype), []).append((main_grad, grad))
