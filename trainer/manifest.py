@@ -20,10 +20,10 @@ STEP = re.compile(r"(?P<kind>.*?)(?P<step>\d+)")
 """A checkpoint's name: whatever it is called, and its step."""
 
 
-def digest(file: Path, algorithm: str = ALGORITHM) -> str:
+def digest(file: Path) -> str:
     """Hexadecimal digest of a file's content. Raises OSError: it cannot be read."""
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, algorithm).hexdigest()
+        return hashlib.file_digest(stream, ALGORITHM).hexdigest()
 
 
 def write(path: Path, digests: Mapping[str, str]) -> None:
@@ -57,7 +57,7 @@ def fault(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
         if not (path / name).is_file():
             return f"its file {name} is missing"
         try:
-            found = digest(path / name, algorithm)
+            found = digest(path / name)
         except OSError as error:  # of a failing disk: the other processes wait for what this one finds
             return f"its file {name} cannot be read ({error.strerror})"
         if found != expected:

@@ -47,11 +47,11 @@ def hashed(fails: bool = False) -> Iterator[list[tuple[str, str]]]:
     seen: list[tuple[str, str]] = []
     original = manifest.digest
 
-    def digest(file: Path, algorithm: str = manifest.ALGORITHM) -> str:
+    def digest(file: Path) -> str:
         if fails:
             raise OSError(5, "Input/output error")
         seen.append((file.name, threading.current_thread().name))
-        return original(file, algorithm)
+        return original(file)
 
     manifest.digest = digest
     try:
