@@ -4,10 +4,11 @@ A folder is complete or absent: it is written beside its place under a hidden na
 (a SHA-256 of every file, in Megatron's format), and renamed. Loading verifies the manifest first (`manifest`). Megatron
 would hash and verify everything on the first rank; here each rank hashes what it wrote, and verifies a share.
 
-Saving has two parts: `begin` copies everything to host memory and starts a thread that writes and hashes the files,
-`PendingSave` waits for the thread and closes the folder. Megatron offers the same request to processes that it forks or
-spawns. A fork of a trainer with the threads of Ray, gRPC and OpenMP inherits their locks in whatever state they are,
-and the spawned worker insists on CUDA; a thread needs neither, because writing and hashing release the interpreter.
+Saving has two parts: `begin` copies everything to host memory, once, and starts a thread that writes and hashes the
+files, `PendingSave` waits for the thread and closes the folder. Megatron offers the same request to processes that it
+forks or spawns. A fork of a trainer with the threads of Ray, gRPC and OpenMP inherits their locks in whatever state
+they are, and the spawned worker insists on CUDA; a thread needs neither, because writing and hashing release the
+interpreter.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -33,13 +36,17 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from beam_rl.model.errors import BadInput
-from beam_rl.trainer import manifest, optimizer
+from beam_rl.trainer import checkpoint_optimizer, manifest, optimizer
 
 if TYPE_CHECKING:
     from beam_rl.trainer.engine import TrainerEngine
 
 _ALONE = 2
 """Uses of a storage that one tensor has: the tensor's, and the handle's through which they are counted."""
+_ALIGNMENT = 64
+"""Bytes that the place of a copy in host memory is a multiple of."""
+_MEMORY: WeakKeyDictionary[TrainerEngine, np.ndarray] = WeakKeyDictionary()
+"""Host memory of an engine's copies, kept for its next save: to fault in fresh memory takes longer than to copy."""
 
 
 @dataclass
@@ -92,7 +99,7 @@ def begin(engine: TrainerEngine, path: Path, extra: Mapping[str, Any]) -> Pendin
     unfinished = path.with_name(f".{path.name}.partial")
     _on_first_rank(path, partial(_make_empty, unfinished))
     request = _request(engine, unfinished, extra)
-    _copy(request)
+    _copy(engine, request)
     digests: Future[dict[str, str]] = Future()
     Thread(target=_write, args=(request, digests), name=f"save {path.name}", daemon=True).start()
     return PendingSave(path, unfinished, digests, request.finalize_fns)
@@ -134,20 +141,35 @@ def _buckets(request: Any) -> list[Any]:
     return request.async_fn_args[1] if request.async_fn is not None else []  # another rank saves all that this one has
 
 
-def _copy(request: Any) -> None:
+def _copy(engine: TrainerEngine, request: Any) -> None:
     """Put tensors in host memory of their own into the request, which then holds neither the engine's nor the GPU's."""
     buckets = _buckets(request)
+    lent = [tensor for _, _, (_, tensors) in buckets for _, tensor in tensors if not _alone(tensor)]
+    ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in lent))
+    memory = _memory(engine, ends[-1] if ends else 0)
+    copies = {}
+    for tensor, start in zip(lent, (0, *ends), strict=False):
+        place = torch.from_numpy(memory[start : start + tensor.nbytes])  # a storage of that size: all of it is written
+        copies[tensor] = place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     buckets[:] = [
-        (file, name, (objects, [(item, _own(tensor)) for item, tensor in tensors]))
+        (file, name, (objects, [(item, copies.get(tensor, tensor)) for item, tensor in tensors]))
         for file, name, (objects, tensors) in buckets
     ]
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor in host memory that nothing else uses; what Megatron has gathered or cloned there is that already."""
-    if tensor.is_cpu and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _ALONE:
-        return tensor
-    return tensor.to("cpu", copy=True)
+def _alone(tensor: Tensor) -> bool:
+    """Whether a tensor lies in host memory that nothing else uses, as what Megatron has cloned there does."""
+    return tensor.is_cpu and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _ALONE
+
+
+def _memory(engine: TrainerEngine, size: int) -> np.ndarray:
+    """The engine's host memory for copies, of so many bytes; the last save's, where that had the same size."""
+    memory = _MEMORY.pop(engine, None)
+    if memory is None or len(memory) != size:
+        memory = None  # frees it first
+        memory = np.empty(size, np.uint8)
+    _MEMORY[engine] = memory
+    return memory
 
 
 def _write(request: Any, digests: Future[dict[str, str]]) -> None:
@@ -223,8 +245,10 @@ def _sharded_state(engine: TrainerEngine, *, loading: bool) -> dict[str, Any]:
     models: dict[str, Any] = {}
     for i, model in enumerate(engine.models):
         models |= {f"model{i}": model.sharded_state_dict(metadata=metadata)}
-    if engine.config.optimizer is not None:
-        state["optimizer"] = engine.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
+    if engine.config.optimizer is not None and loading:
+        state["optimizer"] = engine.optimizer.sharded_state_dict(models, is_loading=True, metadata=metadata)
+    elif engine.config.optimizer is not None:
+        state["optimizer"] = checkpoint_optimizer.sharded_state(engine.optimizer, models)
     for i, model in enumerate(engine.models):
         frozen = _frozen(engine, model)
         state[f"model{i}"] = {name: part for name, part in models[f"model{i}"].items() if name not in frozen}
