@@ -8,12 +8,15 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from beam_rl import checkpoints, precision
 from beam_rl.model.errors import BadInput
 from beam_rl.problems import Problems, known_environments, load_problems
 from beam_rl.recipe import Recipe
+
+if TYPE_CHECKING:
+    from beam_rl.trainer.precision import Precision
 
 RESHAPING = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -250,11 +253,31 @@ def arithmetic(recipe: Recipe) -> None:
     except BadInput as error:
         raise BadInput(f"beam.{error}") from error
     rollout_arithmetic(recipe, recipe.beam.precision)
+    if chosen.cuda_graphs:
+        cuda_graphs(recipe, chosen)
     tiny = recipe.beam.tiny
     if tiny is not None and (chosen.lora or chosen.mxfp8 or tiny.architecture):
         from beam_rl.tiny import architecture
 
         fits(recipe, architecture(changes=tiny.architecture))
+
+
+def cuda_graphs(recipe: Recipe, chosen: "Precision") -> None:
+    """What excludes a trainer's CUDA graphs."""
+    from beam_rl.trainer.skyrl_settings import engine_config  # imports torch
+
+    key = "beam.cuda_graphs=true"
+    if recipe.beam.device == "cpu":
+        raise BadInput(f"{key}: there is no GPU with beam.device=cpu. Remove it.")
+    if recipe.trainer.placement.colocate_all:
+        raise BadInput(
+            f"{key}: graphs keep memory, which trainer.placement.colocate_all=true lends to the rollout. "
+            "Remove one of them."
+        )
+    try:
+        engine_config(recipe.trainer, None, chosen, recompute=recipe.trainer.gradient_checkpointing)
+    except BadInput as error:
+        raise BadInput(f"beam.{error} (trainer.gradient_checkpointing recomputes).") from error
 
 
 def rollout_arithmetic(recipe: Recipe, name: str) -> None:

@@ -26,7 +26,7 @@ def named(recipe: "Recipe", name: str) -> Precision:
 
 def chosen(recipe: "Recipe") -> Precision:
     """The recipe's own."""
-    return named(recipe, recipe.beam.precision)
+    return replace(named(recipe, recipe.beam.precision), cuda_graphs=recipe.beam.cuda_graphs)
 
 
 def single_engine(recipe: "Recipe", name: str) -> "EngineConfig":

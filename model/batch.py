@@ -143,6 +143,11 @@ class PackedBatch(PackedSeqParams):
             self._stretch = numerics.ssmax_scale(self.positions if index is None else self.positions[index])
         return self._stretch
 
+    def place(self, positions: dict[float | None, tuple[Tensor, ...]]) -> None:
+        """Take what `rope` gives for each theta, and under None what `stretch` gives, from somebody else."""
+        self._rope.update({theta: pair for theta, pair in positions.items() if theta is not None})  # type: ignore[misc]
+        self._stretch = positions[None][0] if None in positions else None
+
     def window_mask(self, sequences: int, width: int, window: int, dtype: torch.dtype) -> Tensor:
         """What `attention.windowed_attention` adds to scores, [sequences * blocks, 1, window, 2 * window].
 

@@ -28,11 +28,13 @@ from megatron.core.distributed import DistributedDataParallel
 from beam_rl.model import lora, mxfp8
 from beam_rl.model.checkpoint import HFCheckpoint
 from beam_rl.model.config import BeamConfig
+from beam_rl.model.errors import BadInput
 from beam_rl.model.gpt import build_model
 from beam_rl.model.names import describe_hf, export_adapter, export_hf, fingerprint, load_hf
 from beam_rl.model.transformer_config import transformer_config
 from beam_rl.trainer import adapter, checkpoint, distributed, optimizer, outputs, pipeline
 from beam_rl.trainer.gradients import data_parallel
+from beam_rl.trainer.graphs import DecoderGraphs
 from beam_rl.trainer.offload import TrainingMemory
 from beam_rl.trainer.optimizer import tensors as optimizer_tensors
 from beam_rl.trainer.outputs import LossFn, Scores
@@ -64,6 +66,7 @@ class TrainerEngine:
         self.base: str | None = None
         """Fingerprint of the frozen weights under LoRA, once they are loaded."""
         self._memory = TrainingMemory()
+        self._graphs: DecoderGraphs | None = None
         self._pending: checkpoint.PendingSave | None = None
         """The save that is not finished yet; there is never more than one, because each holds a copy of everything."""
 
@@ -72,6 +75,8 @@ class TrainerEngine:
         config, layout = self.config, self.config.parallel
         if config.lora is not None:
             config.lora.check(hf)
+        if config.cuda_graphs and not torch.cuda.is_available():
+            raise BadInput("cuda_graphs is True: there is no GPU")
         distributed.initialize(layout, config.seed)
         self.hf = hf
         transformer = transformer_config(
@@ -97,6 +102,8 @@ class TrainerEngine:
                 return
             transformer.finalize_model_grads_func = pipeline.finalize
             self.chunks = [data_parallel(transformer, model)]
+            if config.cuda_graphs:
+                self._graphs = DecoderGraphs(self.chunks[0], self._shape_tokens)
             self.optimizer, self.schedule = optimizer.build_optimizer(config.optimizer, self.chunks, config.torch_dtype)
         self.zero_grad()
 
@@ -182,7 +189,7 @@ class TrainerEngine:
             raise RuntimeError("this engine was built without an optimizer, for forward passes only")
         if self._reduced:
             raise RuntimeError("call optimizer_step or zero_grad before the next forward_backward")
-        batches = self._batches(sequences, replay, masked=True, record=False)
+        batches = self._batches(sequences, replay, masked=True, record=False, multiple=self._shape_tokens)
         self._reduced = True
         try:
             with lora.dropout(self.models):
@@ -198,7 +205,14 @@ class TrainerEngine:
             raise
         return outputs.sum_metrics(results)
 
-    def _batches(self, sequences: Seq[Sequence], replay: bool, *, masked: bool, record: bool) -> list[MicroBatch]:
+    @property
+    def _shape_tokens(self) -> int:
+        """Micro batches that are trained on have a multiple of so many tokens."""
+        return max(256, self.config.micro_batch_tokens // 16) if self.config.cuda_graphs else 1
+
+    def _batches(
+        self, sequences: Seq[Sequence], replay: bool, *, masked: bool, record: bool, multiple: int = 1
+    ) -> list[MicroBatch]:
         """Check and pack the samples; ranks that share experts get the same number of micro batches."""
         hf, layout = self.hf, self.config.parallel
         replay = replay and bool(hf.sparse_layers)
@@ -216,6 +230,7 @@ class TrainerEngine:
                 record=record,
                 cp=(layout.cp, parallel_state.get_context_parallel_rank()),
                 tp=layout.tp,
+                multiple=multiple,
                 device=distributed.device(),
             )
             for group in groups
@@ -252,6 +267,8 @@ class TrainerEngine:
         """
         if self.config.optimizer is not None and self._reduced:
             self.zero_grad()
+        if self._graphs is not None:
+            self._graphs.clear()
         states = optimizer_tensors(self.optimizer) if self.config.optimizer is not None else ()
         self._memory.lend(self.chunks, states if optimizer else (), model=model)
 

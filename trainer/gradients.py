@@ -9,7 +9,9 @@ copied together: there are hundreds of them, and a copy takes longer to launch t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,32 +46,63 @@ class GradientBuffers(DistributedDataParallel):
         """Parameters whose `main_grad` belongs to the step at hand."""
         self._waiting: dict[Tensor, tuple[Tensor, Tensor, bool]] = {}
         """By parameter: its `main_grad`, a small gradient that is to be added to it, and whether it is the first."""
+        self._first: Tensor | None = None
+        """While a CUDA graph is captured: where it finds, when it runs, whether its gradients are the first."""
         for param in self.params_with_grad:
             param.claim_main_grad = partial(self._claim, param)
 
-    def _claim(self, param: Any) -> tuple[Tensor, bool]:
+    def _claim(self, param: Any) -> tuple[Tensor, bool | Tensor]:
         """`main_grad` of a parameter, to which the caller now adds a gradient, and whether to overwrite what is there.
 
         An autograd function may ask for it itself (`claim_main_grad`), if the gradient is so large that a copy counts;
         to autograd it then returns None.
         """
+        if self._first is not None:
+            return param.main_grad, self._first
         if param in self._waiting:
             self._add_waiting()
         first = param not in self._held
         self._held.add(param)
         return param.main_grad, first
 
+    def claim(self, params: Seq[Any]) -> bool:
+        """Whether a CUDA graph that now adds a gradient of each of the parameters overwrites what is there."""
+        if not self._waiting.keys().isdisjoint(params):
+            self._add_waiting()
+        late = [param for param in params if param not in self._held]
+        self._held.update(late)
+        first = len(late) == len(params)
+        if not first:
+            for param in late:
+                param.main_grad.zero_()
+        return first
+
+    @contextmanager
+    def captured(self, first: Tensor) -> Iterator[None]:
+        """While a CUDA graph is captured, for `claim`: int32 [1], in which 1 tells it to overwrite what is there."""
+        self._first = first
+        try:
+            yield
+        finally:
+            self._first = None
+
+    def add(self, param: Any, grad: Tensor) -> None:
+        """Add a gradient to its parameter's sum."""
+        main_grad, first = self._claim(param)
+        accumulate_(main_grad, grad, first=first)
+
     def _make_backward_post_hook(self, param: Any) -> Callable[..., None]:
         """Megatron's, for this module's use of it: gradients are reduced when all micro batches are through."""
 
         def hook(*_: Any) -> None:
             grad, param.grad = param.grad, None
-            if grad is not None:
+            if grad is None:
+                return
+            if grad.numel() > SMALL:
+                self.add(param, grad)
+            else:
                 main_grad, first = self._claim(param)
-                if grad.numel() <= SMALL:
-                    self._waiting[param] = main_grad, grad, first
-                else:
-                    accumulate_(main_grad, grad, first=first)
+                self._waiting[param] = main_grad, grad, bool(first)
 
         return hook
 
@@ -107,10 +140,12 @@ class GradientBuffers(DistributedDataParallel):
         super().finish_grad_sync(force_all_reduce)
 
 
-def accumulate_(total: Tensor, grad: Tensor, *, first: bool) -> None:
+def accumulate_(total: Tensor, grad: Tensor, *, first: bool | Tensor) -> None:
     """total += grad, or total = grad if it is the first; total is contiguous, of grad's shape, in any precision."""
     mixed = total.dtype != grad.dtype
-    if mixed and grad.is_cuda and grad.numel() >= LARGE and grad.is_contiguous():
+    if isinstance(first, Tensor):
+        kernels.accumulate_(total, grad.contiguous(), first=first)
+    elif mixed and grad.is_cuda and grad.numel() >= LARGE and grad.is_contiguous():
         kernels.accumulate_(total, grad, first=first)
     elif first:
         total.copy_(grad)

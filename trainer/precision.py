@@ -1,4 +1,4 @@
-"""The arithmetic of a trainer, as one value that travels to its processes."""
+"""How a trainer computes, as one value that travels to its processes."""
 
 from __future__ import annotations
 
@@ -19,3 +19,5 @@ class Precision:
     """Train adapters beside frozen weights; None trains all weights."""
     mxfp8: Mxfp8Settings | None = None
     """Run the projections' GEMMs in MXFP8; None runs them in `dtype`."""
+    cuda_graphs: bool = False
+    """Run the decoder's passes as CUDA graphs."""

@@ -101,6 +101,7 @@ def pack(
     masked: bool = True,
     cp: tuple[int, int] = (1, 0),
     tp: int = 1,
+    multiple: int = 1,
     device: torch.device | str = "cpu",
     record: bool = False,
 ) -> MicroBatch:
@@ -111,14 +112,15 @@ def pack(
         masked: want predictions only where the loss mask is not 0; otherwise all of them.
         cp: (size, rank) of context parallelism; every sample is padded to a multiple of 2 x size.
         tp: size of tensor parallelism; the local tokens are padded to a multiple of it.
+        multiple: of all tokens, to which they are padded.
         record: keep the routes used, in `batch.recorded`.
     """
     chosen = [sequences[i] for i in indices]
     ranks, rank = cp
-    multiple = 2 * ranks if ranks > 1 else 1
+    chunks = 2 * ranks if ranks > 1 else 1
     sizes = [len(s.tokens) for s in chosen]
-    lengths = [-(-n // multiple) * multiple for n in sizes]
-    step = math.lcm(multiple, ranks * tp)
+    lengths = [-(-n // chunks) * chunks for n in sizes]
+    step = math.lcm(chunks, ranks * tp, multiple)
     if spare := -sum(lengths) % step or (0 if lengths else step):
         lengths.append(spare)
     total = sum(lengths)

@@ -87,6 +87,9 @@ class EngineConfig:
     """Packing budget: tokens of a micro batch. One longer sequence is a micro batch of its own."""
     recompute: Literal["full"] | None = None
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    cuda_graphs: bool = False
+    """Run the decoder's passes as CUDA graphs (`graphs`), which keep memory for a micro batch's activations; on one GPU
+    a replica, in bfloat16."""
     seed: int = 1
     """Seed of fresh weights and of Megatron's random states."""
     temperature: float = 1.0
@@ -101,6 +104,11 @@ class EngineConfig:
         _require(self.micro_batch_tokens > 0, "micro_batch_tokens", self.micro_batch_tokens, "it must be positive")
         _require(self.recompute in (None, "full"), "recompute", self.recompute, "it must be null or full")
         _require(self.temperature > 0, "temperature", self.temperature, "it must be positive")
+        if self.cuda_graphs:
+            alone = self.parallel == Parallel() and self.recompute is None and self.dtype == "bfloat16"
+            fixed = self.mxfp8 is None and not (self.lora and self.lora.lora_dropout)
+            rule = "it needs bfloat16, no parallelism but of data, no recompute, no dropout, no MXFP8"
+            _require(alone and fixed, "cuda_graphs", True, rule)
         both = self.lora is not None and self.mxfp8 is not None
         _require(not both, "mxfp8", "set", "adapters stand beside bfloat16 or float32 weights; leave out lora or mxfp8")
 

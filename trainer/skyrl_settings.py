@@ -57,6 +57,7 @@ def engine_config(
         optimizer=optimizer,
         micro_batch_tokens=trainer.max_tokens_per_microbatch,
         recompute="full" if recompute else None,
+        cuda_graphs=precision.cuda_graphs,
         seed=trainer.seed,
         temperature=trainer.algorithm.temperature or 1.0,
     )

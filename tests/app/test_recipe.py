@@ -120,6 +120,7 @@ MISTAKES = [
     (["generator.sampling_params.repetition_penalty=1.1"], r"repetition_penalty=1\.1: makes another distribution"),
     (["generator.sampling_params.additional_kwargs={logit_bias: {5: 1}}"], r"additional_kwargs\.logit_bias"),
     (["trainer.placement.colocate_all=true"], r"colocate_all=true: there is no GPU to share"),
+    (["beam.cuda_graphs=true"], r"cuda_graphs=true: there is no GPU with beam\.device=cpu"),
     (["generator.inference_engine.engine_init_kwargs.logprobs_mode=raw_logprobs"], r"logprobs_mode"),
     (["trainer.policy.optimizer_config.lr=.nan"], r"lr=nan"),
     (["trainer.policy.optimizer_config.lr=.inf"], r"lr=inf"),
@@ -198,6 +199,26 @@ def test_a_recipe_for_gpus_is_checked_without_one(name: str, capsys: pytest.Capt
     for engines in ("num_engines=2", "tensor_parallel_size=2"):
         assert main(["train", path, "--dry-run", f"generator.inference_engine.{engines}"]) == 2
         assert re.search(r"colocate_all=true: .* has 1 and .* 2\. Make them equal", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("bf16", ["trainer.placement.colocate_all=true"], r"beam\.cuda_graphs=true: graphs keep memory"),
+        ("bf16", ["trainer.gradient_checkpointing=true"], r"beam\.cuda_graphs is True: .*no recompute"),
+        ("mxfp8", [], r"beam\.cuda_graphs is True: .*no MXFP8"),
+        ("lora", ["beam.lora.lora_dropout=0.1"], r"beam\.cuda_graphs is True: .*no dropout"),
+        ("lora", [], None),
+        ("bf16", [], None),
+    ],
+)
+def test_cuda_graphs_are_refused_where_they_cannot_be(
+    name: str, overrides: list[str], message: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(Path(__file__).parents[2] / "recipes" / "h200" / f"{name}.yaml")
+    given = ["trainer.placement.colocate_all=false", "beam.cuda_graphs=true", *overrides]
+    assert main(["train", path, "--dry-run", *given]) == (2 if message else 0)
+    assert message is None or re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("precision", "budget"), [("lora", 0.01), ("bf16", 0.01), ("mxfp8", 0.03)])

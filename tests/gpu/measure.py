@@ -32,6 +32,18 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 16_384,
 }
 """Of a Beam with 7.2 B parameters, 1.63 B of them active for a token."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "7.2 B": SHAPE,
+    "2.0 B": SHAPE
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "moe_intermediate_size": 384,
+    },
+}
+"""By name: that one, and one half as wide."""
 
 
 def tokens() -> torch.Tensor:
@@ -49,15 +61,17 @@ def measure(model: torch.nn.Module, step: Callable[[], None], clear: Callable[[]
 
     Returns:
         seconds: median of a step.
+        host: median seconds until everything of a step is launched.
         busy: seconds of a step in which a kernel runs, if one at a time does.
-        bytes: the most memory ever allocated at once, weights and gradients included.
+        bytes: the most memory ever held at once, weights and gradients included, with what PyTorch keeps for later
+            (activations of CUDA graphs are of that kind).
         parameters, active: how many.
         kernels: lines of the longest: ms, calls, name.
     """
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     everything = sum(sizes.values())
-    seconds = []
+    seconds, host = [], []
     gc.collect()
     gc.freeze()  # as training does
     for repetition in range(WARM_UP + REPETITIONS):
@@ -68,13 +82,15 @@ def measure(model: torch.nn.Module, step: Callable[[], None], clear: Callable[[]
         torch.cuda.synchronize()
         start = time.perf_counter()
         step()
+        host.append(time.perf_counter() - start)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         clear()
-    peak = torch.cuda.max_memory_allocated()
+    peak = torch.cuda.max_memory_reserved()
     busy, lines = _profile(step, clear)
     return {
         "seconds": statistics.median(seconds[WARM_UP:]),
+        "host": statistics.median(host[WARM_UP:]),
         "busy": busy,
         "kernels": lines,
         "bytes": peak,

@@ -21,6 +21,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
     "bf16": {},
     "bf16, recomputed": {"recompute": "full"},
+    "bf16, CUDA graphs": {"cuda_graphs": True},
     "lora": {"lora": LoraConfig()},
     "mxfp8, emulated": {"mxfp8": Mxfp8Settings()},
     "mxfp8, weights only": {"mxfp8": Mxfp8Settings(activations=False)},

@@ -1,6 +1,7 @@
 """Run by `training.py` where transformers knows Beam: its own training step, with its fastest kernels, measured.
 
-Arguments: "plain" or "checkpointing" (recompute every layer in the backward pass), JSON file to write.
+Arguments: name of a shape (`measure.SHAPES`), "plain" or "checkpointing" (recompute every layer in the backward pass),
+JSON file to write.
 """
 
 import json
@@ -11,11 +12,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, BeamConfig
 
-from tests.gpu.measure import SHAPE, measure, tokens
+from tests.gpu.measure import SHAPES, measure, tokens
 
 
-def main(mode: str, out: str) -> None:
-    config = BeamConfig(**SHAPE, use_cache=False)
+def main(shape: str, mode: str, out: str) -> None:
+    config = BeamConfig(**SHAPES[shape], use_cache=False)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(
             config,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("kernels", "parity", "training", "rollout", "cache", "speculation", "serve", "moe", "sync", "nccl")
+PARTS = ("kernels", "parity", "graphs", "training", "rollout", "cache", "speculation", "serve", "moe", "sync", "nccl")
 
 
 def main() -> int:

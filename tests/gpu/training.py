@@ -1,4 +1,4 @@
-"""Forward and backward of a 7.2 B Beam on one GPU, 8,192 tokens packed: ours and transformers' own, in turn.
+"""Forward and backward of Beams on one GPU, 8,192 tokens packed: ours and transformers' own, in turn.
 
 Every case has the card to itself, in a process of its own. `TRANSFORMERS_REFERENCE` names a folder with a transformers
 that has Beam, if the installed one has not (`pip install --no-deps --target FOLDER -r requirements/reference.txt`).
@@ -18,10 +18,11 @@ from unittest.mock import patch
 import torch
 
 from beam_rl import apart
-from tests.gpu.measure import SHAPE, TOKENS, measure, tokens
+from tests.gpu.measure import SHAPES, TOKENS, measure, tokens
 
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
+    "ours, CUDA graphs": {"cuda_graphs": True},
     "ours, full recompute": {"recompute": "full"},
 }
 """Engine settings by name."""
@@ -34,14 +35,14 @@ class NoOptimizer:
     def zero_grad(self) -> None: ...
 
 
-def ours(settings: dict[str, Any]) -> dict[str, Any]:
+def ours(shape: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure the engine."""
     from beam_rl.model.config import BeamConfig
     from beam_rl.trainer.engine import EngineConfig, Sequence, TrainerEngine
 
     engine = TrainerEngine(EngineConfig(**settings))
     with patch("beam_rl.trainer.optimizer.build_optimizer", lambda *_: (NoOptimizer(), None)):
-        engine.build(BeamConfig(**SHAPE, architectures=["BeamForCausalLM"], dtype="bfloat16"))
+        engine.build(BeamConfig(**SHAPES[shape], architectures=["BeamForCausalLM"], dtype="bfloat16"))
     samples = [Sequence(tokens=row, loss_mask=torch.ones(len(row) - 1)) for row in tokens()]
 
     def step() -> None:
@@ -50,16 +51,16 @@ def ours(settings: dict[str, Any]) -> dict[str, Any]:
     return measure(engine.models[0], step, engine.zero_grad)
 
 
-def theirs(mode: str) -> dict[str, Any]:
+def theirs(shape: str, mode: str) -> dict[str, Any]:
     """Measure transformers."""
     paths = [os.environ.get("TRANSFORMERS_REFERENCE"), os.environ.get("PYTHONPATH")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "tests.gpu.reference_training", mode, str(out)]
+        command = [sys.executable, "-m", "tests.gpu.reference_training", shape, mode, str(out)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         if done.returncode != 0:
-            raise RuntimeError(f"transformers, {mode}:\n{done.stderr[-3000:]}")
+            raise RuntimeError(f"transformers, {shape}, {mode}:\n{done.stderr[-3000:]}")
         return json.loads(out.read_text())
 
 
@@ -80,17 +81,23 @@ def run(report: Callable[[str, Any], None]) -> None:
     rate = matrix_rate()
     torch.cuda.empty_cache()
     report("bf16 matrix rate of the card, TFLOP/s", rate / 1e12)
+    for shape in SHAPES:
+        compare(shape, rate, report)
+
+
+def compare(shape: str, rate: float, report: Callable[[str, Any], None]) -> None:
+    """Measure everybody with one shape; rate is the card's, in FLOP/s."""
     found: dict[str, dict[str, Any]] = {}
     for name, settings in OURS.items():
-        found[name] = apart.call(ours, settings)
-        _report(name, found[name], rate, report)
+        found[name] = apart.call(ours, shape, settings)
+        _report(f"{shape}, {name}", found[name], rate, report)
     for other, mode in THEIRS.items():
-        reference = theirs(mode)
-        report(f"{other}: version", reference["version"])
-        _report(other, reference, rate, report)
+        reference = theirs(shape, mode)
+        report(f"{shape}, {other}: version", reference["version"])
+        _report(f"{shape}, {other}", reference, rate, report)
         for name in OURS:
-            report(f"{name} / {other}: tokens/s", reference["seconds"] / found[name]["seconds"])
-            report(f"{name} / {other}: peak memory", found[name]["bytes"] / reference["bytes"])
+            report(f"{shape}, {name} / {other}: tokens/s", reference["seconds"] / found[name]["seconds"])
+            report(f"{shape}, {name} / {other}: peak memory", found[name]["bytes"] / reference["bytes"])
 
 
 def _report(name: str, found: dict[str, Any], rate: float, report: Callable[[str, Any], None]) -> None:
@@ -99,6 +106,7 @@ def _report(name: str, found: dict[str, Any], rate: float, report: Callable[[str
     report(f"{name}: active, billions", found["active"] / 1e9)
     report(f"{name}: forward + backward, ms", 1e3 * found["seconds"])
     report(f"{name}: of it kernels, ms", 1e3 * found["busy"])
+    report(f"{name}: until all is launched, ms", 1e3 * found["host"])
     report(f"{name}: tokens/s", TOKENS / found["seconds"])
     report(f"{name}: TFLOP/s (6 x active x tokens)", used / 1e12)
     report(f"{name}: share of the card's matrix rate", used / rate)

@@ -13,6 +13,8 @@ from beam_rl.model.kernels import experts, gradients, head, heads, mlp, norm, ro
 from beam_rl.model.rows import ExpertOrder, sort_by_expert
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FIRST = (True, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+"""Whether a gradient is the first, as training says it, and as CUDA graphs."""
 EPS = 1e-5
 ROWS = (1, 5, 17)
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter cuts bfloat16 instead of rounding
@@ -162,9 +164,9 @@ def check_experts() -> None:
 
 def check_gradients() -> None:
     for size in (1, 4096, 100_003):
-        for first in (True, False):
+        for first in FIRST:
             total, grad = torch.randn(size, device=DEVICE), torch.randn(size, device=DEVICE).to(HALF)
-            expected = grad.float() if first else total + grad
+            expected = grad.float() if bool(first) else total + grad
             gradients.accumulate_(total, grad, first=first)
             assert torch.equal(total, expected)
 
@@ -175,9 +177,9 @@ def check_products() -> None:
         a, b = (torch.randn(int(ends[-1]), size, device=DEVICE).to(HALF) for size in (height, width))
         parts = [(x.double().tensor_split(ends[:-1].cpu().long())) for x in (a, b)]
         exact = torch.stack([one.t() @ other for one, other in zip(*parts, strict=True)])
-        for first in (True, False):
+        for first in FIRST:
             total = torch.randn(exact.shape, device=DEVICE)
-            expected = exact if first else exact + total
+            expected = exact if bool(first) else exact + total
             gradients.add_products_(total, a, b, ends, first=first)
             torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
 

@@ -76,3 +76,48 @@ def test_a_step_without_a_backward_pass_has_no_gradient(
     engine.forward_backward(samples, weighted_loss, replay=False)
     engine.zero_grad()
     assert engine.optimizer_step()["grad_norm"] == 0
+
+
+def test_a_graphs_gradients_are_a_steps_first_ones_once(
+    engine_for: Callable[..., TrainerEngine], samples: list[Sequence], weighted_loss: Callable[..., Any]
+) -> None:
+    """What a parameter holds of an earlier step must be overwritten or cleared, whoever computes its gradient first."""
+    engine = engine_for()
+    (buffers,) = engine.chunks
+    one, *others = buffers.params_with_grad
+    assert buffers.claim([one, *others])
+    assert not buffers.claim([one, *others])
+    engine.forward_backward(samples, weighted_loss, replay=False)
+    engine.zero_grad()
+    assert others[0].main_grad.any()
+    buffers.add(one, torch.ones_like(one))
+    assert not buffers.claim([one, *others])
+    assert torch.equal(one.main_grad, torch.ones_like(one))
+    assert not any(other.main_grad.any() for other in others)
+
+
+def test_a_gradient_that_waits_is_added_before_a_graph_adds_to_it(
+    engine_for: Callable[..., TrainerEngine], samples: list[Sequence], weighted_loss: Callable[..., Any]
+) -> None:
+    engine = engine_for()
+    (buffers,) = engine.chunks
+    engine.forward_backward(samples, weighted_loss, replay=False)
+    expected = {param: param.main_grad.clone() for param in buffers.params_with_grad}
+    engine.zero_grad()
+    for param, grad in expected.items():
+        param.grad = grad.clone()
+        buffers._make_backward_post_hook(param)()
+    assert buffers._waiting
+    assert not buffers.claim(buffers.params_with_grad)
+    assert all(torch.equal(param.main_grad, grad) for param, grad in expected.items())
+
+
+def test_a_captured_graph_leaves_it_open_whether_its_gradients_are_the_first(
+    engine_for: Callable[..., TrainerEngine],
+) -> None:
+    (buffers,) = engine_for().chunks
+    flag = torch.zeros(1, dtype=torch.int32)
+    (param, *_) = buffers.params_with_grad
+    with buffers.captured(flag):
+        assert param.claim_main_grad()[1] is flag
+    assert param.claim_main_grad()[1] is True

@@ -1,0 +1,122 @@
+"""CUDA graphs of the decoder, as far as they go without a GPU; the rest is `python -m tests.gpu.run graphs`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from beam_rl.model.batch import PackedBatch
+from beam_rl.model.errors import BadInput
+from beam_rl.model.lora_config import LoraConfig
+from beam_rl.model.mxfp8_config import Mxfp8Settings
+from beam_rl.trainer import graphs
+from beam_rl.trainer.engine import EngineConfig, Parallel, Sequence, TrainerEngine
+from beam_rl.trainer.sequences import pack, unpack
+
+THETAS = {None, 10_000.0}
+
+
+def inputs(lengths: tuple[int, ...], **batch: Any) -> graphs._Inputs:
+    hidden = torch.randn(sum(lengths), 1, 8)
+    return graphs._Inputs.of(hidden, PackedBatch.from_lengths(lengths, **batch), THETAS, head_dim=4)
+
+
+def test_micro_batches_of_one_shape_share_a_graph_however_their_tokens_are_divided() -> None:
+    one, other = inputs((30, 34)), inputs((1, 2, 3, 4, 5, 49))
+    assert one.shape == other.shape
+    assert [x.shape for x in one.tensors()] == [x.shape for x in other.tensors()]
+    routes = torch.zeros(64, 2, 3, dtype=torch.uint8)
+    shapes = {
+        one.shape,
+        inputs((30, 35)).shape,
+        inputs((8,) * 8).shape,
+        inputs((64,), routes=routes).shape,
+        inputs((64,), routes=routes.short()).shape,
+        inputs((64,), routes=routes, captured=torch.ones(64, dtype=torch.bool)).shape,
+    }
+    assert len(shapes) == 6
+
+
+def test_a_graphs_batch_reads_what_was_copied_to_its_inputs() -> None:
+    """Padding starts where the tokens end: sequences without a token."""
+    routes = torch.randint(0, 9, (64, 2, 3), dtype=torch.uint8)
+    own = inputs((64,), routes=torch.zeros_like(routes)).clone()
+    batch = own.batch()
+    given = PackedBatch.from_lengths((10, 54), routes=routes)
+    new = graphs._Inputs.of(torch.randn(64, 1, 8), given, THETAS, head_dim=4)
+    torch._foreach_copy_(list(own.tensors()), list(new.tensors()))
+    assert batch.cu_seqlens_q.tolist() == [0, 10, 64, 64, 64, 64, 64, 64]
+    assert torch.equal(batch.stretch(), given.stretch())
+    for own_part, part in zip(batch.rope(10_000.0, 4), given.rope(10_000.0, 4), strict=True):
+        assert torch.equal(own_part, part)
+    replayed = batch.layer_routes(1)
+    assert replayed is not None
+    assert torch.equal(replayed[0], routes[:, 1])
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig()}], ids=["bf16", "lora"])
+def test_stand_ins_get_the_parameters_gradients_and_leave_nothing_behind(
+    settings: dict[str, Any], engine_for: Callable[..., TrainerEngine]
+) -> None:
+    """Gradients of parameters that were used before would go to the stream of that use, which a capture forbids."""
+    engine = engine_for(**settings)
+    decoder = engine.models[0].decoder
+    before = dict(decoder.named_parameters())
+    wanted = [parameter for parameter in before.values() if parameter.requires_grad]
+    hidden = torch.randn(24, 1, engine.hf.hidden_size, requires_grad=True)
+
+    def gradients(leaves: list[Tensor]) -> list[Tensor | None]:
+        out = decoder(hidden, None, packed_seq_params=PackedBatch.from_lengths((10, 14)))
+        return list(torch.autograd.grad(out.square().sum(), leaves, allow_unused=True))
+
+    expected = gradients(wanted)
+    with graphs._stand_ins(decoder) as leaves:
+        assert all(
+            leaves[parameter] is now for parameter, now in zip(before.values(), decoder.parameters(), strict=True)
+        )
+        found = gradients([leaves[parameter] for parameter in wanted])
+        assert not any(
+            grad is not None
+            for grad in torch.autograd.grad(
+                decoder(hidden, None, packed_seq_params=PackedBatch.from_lengths((24,))).sum(),
+                wanted,
+                allow_unused=True,
+            )
+        )
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+    assert all(now is before[name] for name, now in decoder.named_parameters())
+
+
+def test_padding_to_a_multiple_is_a_sequence_of_its_own(samples: list[Sequence]) -> None:
+    batch = pack(samples, range(len(samples)), multiple=128)
+    assert batch.total == 256
+    assert batch.batch.lengths == (*(len(sample.tokens) for sample in samples), 256 - 157)
+    assert not (batch.rows >= 157).any()
+    for tokens, sample in zip(unpack([batch.tokens[0]], [batch], len(samples)), samples, strict=True):
+        assert torch.equal(tokens, sample.tokens)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"recompute": "full"},
+        {"parallel": Parallel(ep=2)},
+        {"mxfp8": Mxfp8Settings()},
+        {"lora": LoraConfig(lora_dropout=0.1)},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_an_engine_refuses_graphs_where_they_cannot_be(settings: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="cuda_graphs is True: it needs bfloat16"):
+        EngineConfig(cuda_graphs=True, **settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_engine_refuses_graphs_without_a_gpu(engine_for: Callable[..., TrainerEngine]) -> None:
+    with pytest.raises(BadInput, match="there is no GPU"):
+        engine_for(dtype="bfloat16", cuda_graphs=True)
