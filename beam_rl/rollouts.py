@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from beam_rl.trainer.replay import CAPTURE_SETTING, RoutesError
 
 INTERRUPTED = ("abort", "error", None)
 """Stop reasons of a request that ended before its response did."""
+OF_TOKENS = ("rollout_logprobs", "rollout_expert_indices", "rollout_sample_support")
+"""Fields of a generated batch that have a value for every token of its samples."""
 
 
 class Fault(StrEnum):
@@ -108,8 +111,8 @@ def split_groups(uids: Sequence[str], values: Sequence[float], tolerance: float)
     groups: dict[str, list[float]] = defaultdict(list)
     for uid, value in zip(uids, values, strict=True):
         groups[uid].append(value)
-    signal = [uid for uid, group in groups.items() if dapo.informative(group, tolerance)]
-    return signal, [uid for uid in groups if uid not in set(signal)]
+    signal = {uid: dapo.informative(group, tolerance) for uid, group in groups.items()}
+    return [uid for uid in signal if signal[uid]], [uid for uid in signal if not signal[uid]]
 
 
 def indices_of(uids: Sequence[str], groups: Sequence[str]) -> list[int]:
@@ -118,6 +121,29 @@ def indices_of(uids: Sequence[str], groups: Sequence[str]) -> list[int]:
     for index, uid in enumerate(uids):
         places[uid].append(index)
     return [index for group in groups for index in places[group]]
+
+
+def joined(outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
+    """Generated batches, each checked by SkyRL, as one; without the fields that not all of them have.
+
+    SkyRL's `concatenate_generator_outputs` checks all samples again and computes metrics of them, which nobody reads.
+
+    Raises:
+        ValueError: some batches have, and others lack, what training needs to know of tokens.
+    """
+    result: dict[str, Any] = {}
+    for name in outputs[0]:
+        values: list[Any] = [output.get(name) for output in outputs]
+        lacking = sum(value is None for value in values)
+        if name in OF_TOKENS and 0 < lacking < len(values):
+            raise ValueError(f"{lacking} of the step's {len(values)} generated batches lack {name}")
+        if lacking:
+            result[name] = None
+        elif isinstance(values[0], dict):
+            result[name] = {key: list(chain.from_iterable(value[key] for value in values)) for key in values[0]}
+        else:
+            result[name] = list(chain.from_iterable(values))
+    return cast(GeneratorOutput, result)
 
 
 def drop_inconsistent(output: GeneratorOutput, route_shape: tuple[int, int] | None) -> dict[int, Fault]:

@@ -13,7 +13,7 @@ import torch
 from skyrl.backends.skyrl_train.distributed.dispatch import loss_fn_outputs_to_tensor
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.train.generators.base import GeneratorInput, GeneratorOutput
-from skyrl.train.generators.utils import concatenate_generator_outputs, slice_generator_output
+from skyrl.train.generators.utils import slice_generator_output
 from skyrl.train.trainer import RayPPOTrainer
 
 from beam_rl import checkpoints, gap
@@ -22,7 +22,16 @@ from beam_rl.evaluation import evaluate
 from beam_rl.problems import Problems, ProblemStream
 from beam_rl.publish import Publisher
 from beam_rl.recipe import Recipe
-from beam_rl.rollouts import RolloutStats, accuracies, indices_of, neutral, rewards, split_groups, whole_distribution
+from beam_rl.rollouts import (
+    RolloutStats,
+    accuracies,
+    indices_of,
+    joined,
+    neutral,
+    rewards,
+    split_groups,
+    whole_distribution,
+)
 from beam_rl.trainer.worker import WITHOUT_REPLAY
 
 Advance = Callable[[int], None]
@@ -65,7 +74,8 @@ class BeamTrainer(RayPPOTrainer):
         self.signal: list[str] = []
         self.silent: list[str] = []
         """The last generated batch's groups with a learning signal, and without."""
-        self.collected: tuple[GeneratorOutput, list[str]] | None = None
+        self.collected: list[tuple[GeneratorOutput, list[str]]] = []
+        """The step's generated batches, with the group of each of their samples."""
         self.gap: gap.Gap | None = None
         self.gap_without_r3: float | None = None
         self.updates = 0
@@ -130,21 +140,19 @@ class BeamTrainer(RayPPOTrainer):
         if self.sampling is None:
             self.sampling = self.new_sampling()
         selection = self.sampling.add(self.signal, self.silent)
-        if self.collected is not None:
-            output, earlier = self.collected
-            generator_output = concatenate_generator_outputs([output, generator_output])
-            uids = [*earlier, *uids]
+        self.collected.append((generator_output, uids))
         if selection is None:
-            self.collected = (generator_output, uids)
             self.stream.wanted = self.sampling.next_size()
             return generator_output, uids, True
         if selection.note is not None:
             self.observer.note(f"step {self.global_step}: {selection.note}")
+        output = joined([output for output, _ in self.collected])
+        uids = [uid for _, uids in self.collected for uid in uids]
         chosen = indices_of(uids, selection.groups)
         self.informative_share = self.sampling.share()
-        self.selection, self.sampling, self.collected = selection, None, None
+        self.selection, self.sampling, self.collected = selection, None, []
         self.stream.wanted = self.new_sampling().next_size()
-        return slice_generator_output(generator_output, chosen), [uids[index] for index in chosen], False
+        return slice_generator_output(output, chosen), [uids[index] for index in chosen], False
 
     def new_sampling(self) -> DynamicSampling:
         """An empty collection for the step that begins."""

@@ -30,7 +30,8 @@ def trainer(content: dict[str, Any], write: Any) -> BeamTrainer:
     bare.cfg = SimpleNamespace(trainer=loaded.trainer, generator=loaded.generator)
     bare.observer = Notes()  # type: ignore[assignment]
     bare.stats = RolloutStats()
-    bare.selection = bare.sampling = bare.collected = None
+    bare.selection = bare.sampling = None
+    bare.collected = []
     bare.informative_share = 1.0
     bare.stream = SimpleNamespace(wanted=8)
     bare.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: 1)
