@@ -274,10 +274,12 @@ def cuda_graphs(recipe: Recipe, chosen: "Precision") -> None:
             f"{key}: graphs keep memory, which trainer.placement.colocate_all=true lends to the rollout. "
             "Remove one of them."
         )
+    if recipe.trainer.gradient_checkpointing:
+        raise BadInput(f"{key}: excludes trainer.gradient_checkpointing=true. Remove one of them.")
     try:
-        engine_config(recipe.trainer, None, chosen, recompute=recipe.trainer.gradient_checkpointing)
+        engine_config(recipe.trainer, None, chosen, recompute=False)
     except BadInput as error:
-        raise BadInput(f"beam.{error} (trainer.gradient_checkpointing recomputes).") from error
+        raise BadInput(f"beam.{error}") from error
 
 
 def rollout_arithmetic(recipe: Recipe, name: str) -> None:

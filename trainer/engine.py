@@ -28,13 +28,12 @@ from megatron.core.distributed import DistributedDataParallel
 from beam_rl.model import lora, mxfp8
 from beam_rl.model.checkpoint import HFCheckpoint
 from beam_rl.model.config import BeamConfig
-from beam_rl.model.errors import BadInput
 from beam_rl.model.gpt import build_model
 from beam_rl.model.names import describe_hf, export_adapter, export_hf, fingerprint, load_hf
 from beam_rl.model.transformer_config import transformer_config
 from beam_rl.trainer import adapter, checkpoint, distributed, optimizer, outputs, pipeline
 from beam_rl.trainer.gradients import data_parallel
-from beam_rl.trainer.graphs import DecoderGraphs
+from beam_rl.trainer.graphs import DecoderGraphs, check_graphs
 from beam_rl.trainer.offload import TrainingMemory
 from beam_rl.trainer.optimizer import tensors as optimizer_tensors
 from beam_rl.trainer.outputs import LossFn, Scores
@@ -75,8 +74,8 @@ class TrainerEngine:
         config, layout = self.config, self.config.parallel
         if config.lora is not None:
             config.lora.check(hf)
-        if config.cuda_graphs and not torch.cuda.is_available():
-            raise BadInput("cuda_graphs is True: there is no GPU")
+        if config.cuda_graphs:
+            check_graphs(hf)
         distributed.initialize(layout, config.seed)
         self.hf = hf
         transformer = transformer_config(

@@ -66,7 +66,10 @@ class GradientBuffers(DistributedDataParallel):
         return param.main_grad, first
 
     def claim(self, params: Seq[Any]) -> bool:
-        """Whether a CUDA graph that now adds a gradient of each of the parameters overwrites what is there."""
+        """Whether a CUDA graph that now adds a gradient of each of the parameters overwrites what is there.
+
+        Where that is so for some alone, what is there is cleared, and the graph adds to all.
+        """
         if not self._waiting.keys().isdisjoint(params):
             self._add_waiting()
         late = [param for param in params if param not in self._held]
@@ -79,7 +82,11 @@ class GradientBuffers(DistributedDataParallel):
 
     @contextmanager
     def captured(self, first: Tensor) -> Iterator[None]:
-        """While a CUDA graph is captured, for `claim`: int32 [1], in which 1 tells it to overwrite what is there."""
+        """While a CUDA graph is captured.
+
+        Args:
+            first: int32 [1]. It tells the graph, whenever it runs, to overwrite what is there (1) or not (0): `claim`.
+        """
         self._first = first
         try:
             yield
@@ -142,11 +149,9 @@ class GradientBuffers(DistributedDataParallel):
 
 def accumulate_(total: Tensor, grad: Tensor, *, first: bool | Tensor) -> None:
     """total += grad, or total = grad if it is the first; total is contiguous, of grad's shape, in any precision."""
-    mixed = total.dtype != grad.dtype
-    if isinstance(first, Tensor):
+    large = total.dtype != grad.dtype and grad.numel() >= LARGE and grad.is_contiguous()
+    if grad.is_cuda and (large or isinstance(first, Tensor)):
         kernels.accumulate_(total, grad.contiguous(), first=first)
-    elif mixed and grad.is_cuda and grad.numel() >= LARGE and grad.is_contiguous():
-        kernels.accumulate_(total, grad, first=first)
     elif first:
         total.copy_(grad)
     else:

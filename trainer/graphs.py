@@ -17,17 +17,29 @@ import torch
 from torch import Tensor
 
 from beam_rl.model.batch import PackedBatch
+from beam_rl.model.config import BeamConfig
+from beam_rl.model.errors import BadInput
 from beam_rl.trainer.gradients import GradientBuffers
 
-MOST = 16
+MOST = 32
 """Graphs at a time. They share memory for activations, but each also keeps its inputs and outputs."""
+
+
+def check_graphs(hf: BeamConfig) -> None:
+    """Raise BadInput where there can be no graphs: without a GPU, or with heads that FlashAttention does not take."""
+    if hf.head_dim % 8 or hf.head_dim > 256:
+        raise BadInput(f"cuda_graphs is True: head_dim is {hf.head_dim}, and must be a multiple of 8 up to 256")
+    if not torch.cuda.is_available():
+        raise BadInput("cuda_graphs is True: there is no GPU")
 
 
 class DecoderGraphs:
     """Runs a model's decoder as graphs where gradients are wanted, and as it is elsewhere.
 
-    A shape is captured when it occurs for the second time. Parameters and gradient buffers must stay where they are
-    (`clear` after they were moved), and a backward pass must follow its forward pass before the next one.
+    A shape is captured when it occurs for the second time. Attention is FlashAttention's in a graph, also where cuDNN's
+    would compute it elsewhere (one sequence, no window) and round differently. Parameters and gradient buffers must
+    stay where they are (`clear` after they were moved), and a backward pass must follow its forward pass before the
+    next one.
 
     Args:
         model: wrapped for training; all of its decoder must be on this rank, and nothing be recomputed.
@@ -41,12 +53,14 @@ class DecoderGraphs:
         attentions = [layer.self_attention for layer in decoder.layers]
         self._thetas = {attention.rope_theta for attention in attentions}
         self._head_dim = attentions[0].hidden_size_per_attention_head
+        self._stream = torch.cuda.Stream()  # one for all: PyTorch keeps memory of one stream from captures on another
         self.clear()
         decoder.forward = self._forward
 
     def clear(self) -> None:
         """Forget all graphs, and free their memory."""
-        self._graphs: dict[Any, _Graph | None] = {}
+        self._graphs: dict[Any, _Graph] = {}
+        self._seen: set[Any] = set()
         self._pool = torch.cuda.graph_pool_handle()
 
     def _forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedBatch, **kwargs: Any) -> Tensor:
@@ -61,13 +75,11 @@ class DecoderGraphs:
     def _graph(self, inputs: _Inputs) -> _Graph | None:
         """The graph for inputs of this shape, if there is one by now."""
         shape = inputs.shape
-        if shape not in self._graphs:
-            if len(self._graphs) < MOST:
-                self._graphs[shape] = None
-            return None
-        graph = self._graphs[shape]
-        if graph is None:
-            graph = self._graphs[shape] = _Graph(self._run, inputs, self._decoder, self._buffers, self._pool)
+        graph = self._graphs.get(shape)
+        if graph is None and shape in self._seen and len(self._graphs) < MOST:
+            memory = self._pool, self._stream
+            graph = self._graphs[shape] = _Graph(self._run, inputs, self._decoder, self._buffers, memory)
+        self._seen.add(shape)
         return graph
 
 
@@ -158,7 +170,7 @@ class _Graph:
         inputs: _Inputs,
         decoder: torch.nn.Module,
         buffers: GradientBuffers,
-        pool: Any,
+        memory: tuple[Any, torch.cuda.Stream],
     ) -> None:
         self._run, self._buffers = run, buffers
         self._parameters = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
@@ -167,7 +179,7 @@ class _Graph:
         self._out_grad = torch.zeros_like(inputs.hidden)
         self._first = torch.zeros(1, dtype=torch.int32, device=inputs.hidden.device)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()
+        pool, side = memory
         side.wait_stream(torch.cuda.current_stream())
         capture = partial(torch.cuda.graph, pool=pool, stream=side, capture_error_mode="thread_local")
         with torch.cuda.stream(side), buffers.captured(self._first), _stand_ins(decoder) as leaves:

@@ -54,6 +54,7 @@ def build_optimizer(
         own = ParamKey(predicate=ParamPredicate(name="float32", fn=lambda param: param.dtype == torch.float32))
         overrides[own] = ParamGroupOverride(start_wd=settings.weight_decay, end_wd=settings.weight_decay)
     optimizer = get_megatron_optimizer(config, list(chunks), config_overrides=overrides)
+    optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     prepare_state(optimizer)
     return optimizer, _schedule(settings, optimizer)
 
@@ -75,8 +76,8 @@ def _schedule(settings: OptimizerSettings, optimizer: ChainedOptimizer) -> Optim
 
 
 def parts(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
-    """The optimizers of dense and of expert parameters that hold parameters on this rank."""
-    return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    """The optimizers of dense and of expert parameters, those that have parameters."""
+    return optimizer.chained_optimizers
 
 
 def tensors(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
@@ -129,11 +130,9 @@ def load_state(optimizer: ChainedOptimizer, state: Any) -> None:
     Megatron hands every parameter the same step tensor, which AdamW would then count up once a parameter, and its
     copy of the loaded tensors looks for a stored "step" that does not exist; so step counts are set aside meanwhile.
     """
-    chained = optimizer.chained_optimizers
+    chained = parts(optimizer)
     states = [state] if len(chained) == 1 else [state[i] for i in sorted(state)]
     for part, loaded in zip(chained, states, strict=True):
-        if part.is_stub_optimizer:
-            continue
         tensors = loaded.pop("param_state")
         part.load_state_dict(loaded)
         states_of = part.optimizer.state

@@ -89,7 +89,8 @@ class EngineConfig:
     """Recompute each layer in the backward pass instead of keeping its activations."""
     cuda_graphs: bool = False
     """Run the decoder's passes as CUDA graphs (`graphs`), which keep memory for a micro batch's activations; on one GPU
-    a replica, in bfloat16."""
+    a replica, in bfloat16. Micro batches are padded to a multiple of a 16th of the budget (256 tokens at least), so
+    that they may exceed it."""
     seed: int = 1
     """Seed of fresh weights and of Megatron's random states."""
     temperature: float = 1.0

@@ -1,6 +1,7 @@
 """CUDA graphs of the decoder, as far as they go without a GPU; the rest is `python -m tests.gpu.run graphs`."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from beam_rl.model.batch import PackedBatch
+from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
 from beam_rl.model.lora_config import LoraConfig
 from beam_rl.model.mxfp8_config import Mxfp8Settings
@@ -91,6 +93,76 @@ def test_stand_ins_get_the_parameters_gradients_and_leave_nothing_behind(
     assert all(now is before[name] for name, now in decoder.named_parameters())
 
 
+class Rerun(graphs._Graph):
+    """Runs the passes anew instead of replaying them: everything but the capture."""
+
+    def __init__(
+        self, run: Callable[..., Tensor], given: graphs._Inputs, decoder: torch.nn.Module, buffers: Any, _: Any
+    ) -> None:
+        self._run, self._buffers, self._decoder = run, buffers, decoder
+        self._parameters = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+        self._inputs = given.clone()
+        self._inputs.hidden.requires_grad_()
+        self._out_grad, self._first = torch.empty_like(given.hidden), torch.zeros(1, dtype=torch.int32)
+        self._out = torch.empty_like(given.hidden)
+        self._forward, self._backward = SimpleNamespace(replay=lambda: None), SimpleNamespace(replay=self.rerun)
+
+    def forward(self, given: graphs._Inputs) -> Tensor:
+        super().forward(given)
+        self._whole = self._forward_pass()
+        return self._whole.detach()
+
+    def _forward_pass(self) -> Tensor:
+        """As a graph's, but for attention, which here must know the lengths."""
+        own, lengths = self._inputs, self._inputs.starts.diff()
+        batch = PackedBatch.from_lengths(lengths[lengths > 0].tolist(), routes=own.routes, captured=own.captured)
+        batch.place(own.positions)
+        with torch.enable_grad():
+            return self._run(own.hidden, None, packed_seq_params=batch)
+
+    def rerun(self) -> None:
+        with self._buffers.captured(self._first):
+            self._hidden_grad = self._backward_pass(self._whole, {p: p for p in self._parameters})
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig()}], ids=["bf16", "lora"])
+@pytest.mark.parametrize("routes", ["own", "replayed", "missing"])
+def test_steps_of_graphs_and_of_other_micro_batches_have_the_gradients_of_none(
+    routes: str,
+    settings: dict[str, Any],
+    engine_for: Callable[..., TrainerEngine],
+    samples: list[Sequence],
+    weighted_loss: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_for(micro_batch_tokens=48, **settings)
+    if routes != "own":
+        known = engine.score(samples, replay=False, routes=True).routes
+        assert known is not None
+        for sample, each in zip(samples, known, strict=True):
+            sample.routes = each.to(torch.uint8)
+            sample.captured = torch.arange(len(each)) % 3 > 0 if routes == "missing" else None
+    monkeypatch.setattr(TrainerEngine, "_shape_tokens", 32)
+    trained = [(name, p) for name, p in engine.models[0].named_parameters() if p.requires_grad]
+
+    def gradients() -> dict[str, Tensor]:
+        engine.forward_backward(samples, weighted_loss, replay=routes != "own")
+        found = {name: parameter.main_grad.clone() for name, parameter in trained}
+        engine.zero_grad()
+        return found
+
+    expected = gradients()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs, "_Graph", Rerun)
+    engine._graphs = graphs.DecoderGraphs(engine.chunks[0], 32)
+    for _ in range(3):  # none, some, all
+        for name, grad in gradients().items():
+            error = float((grad - expected[name]).norm() / (expected[name].norm() + 1e-12))
+            assert error < 1e-5, f"{name} is off by {error:.1e} of its norm"
+    assert len(engine._graphs._graphs) == len(engine._graphs._seen) > 1
+
+
 def test_padding_to_a_multiple_is_a_sequence_of_its_own(samples: list[Sequence]) -> None:
     batch = pack(samples, range(len(samples)), multiple=128)
     assert batch.total == 256
@@ -114,6 +186,23 @@ def test_padding_to_a_multiple_is_a_sequence_of_its_own(samples: list[Sequence])
 def test_an_engine_refuses_graphs_where_they_cannot_be(settings: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="cuda_graphs is True: it needs bfloat16"):
         EngineConfig(cuda_graphs=True, **settings)
+
+
+def test_shapes_that_occur_once_keep_no_other_from_being_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_Graph", lambda *_: "captured")
+    shapes = [inputs((n,)) for n in range(1, graphs.MOST + 3)]
+    bare = graphs.DecoderGraphs.__new__(graphs.DecoderGraphs)
+    bare._graphs, bare._seen = {}, set()
+    bare._run = bare._decoder = bare._buffers = bare._pool = bare._stream = None  # type: ignore[assignment]
+    assert not any(bare._graph(shape) for shape in shapes)
+    found = [bare._graph(shape) for shape in reversed(shapes)]
+    assert found == ["captured"] * graphs.MOST + [None] * 2
+
+
+def test_heads_that_flash_attention_does_not_take_are_refused() -> None:
+    """The batch of a graph has no plan for any other attention."""
+    with pytest.raises(BadInput, match="head_dim is 36"):
+        graphs.check_graphs(BeamConfig(head_dim=36))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
