@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def train_command(options: argparse.Namespace) -> int:
-    from beam_rl import checks, recipe
+    from beam_rl import checks, inputs, recipe
 
     path, overrides = options.recipe, list(options.overrides)
     if options.resume is not None:
@@ -117,7 +117,7 @@ def train_command(options: argparse.Namespace) -> int:
     checks.folder(loaded, resume=options.resume is not None)
     if options.dry_run:
         if loaded.model_path is not None:
-            checks.inputs(loaded, lambda line: print(line, file=sys.stderr))  # standard output is the recipe
+            inputs.load(loaded, lambda line: print(line, file=sys.stderr))  # standard output is the recipe
         print(loaded.to_yaml(), end="")
         return 0
     from beam_rl import run

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from beam_rl import checks, gap_table
+from beam_rl import checks, gap_table, inputs, precision
 from beam_rl.console import Console
 from beam_rl.model.errors import BadInput
 from beam_rl.precision import NAMES, Name
@@ -58,9 +58,9 @@ def measured(
         recipe = prepare_tiny(recipe, console)
     if model is not None:
         recipe = recipe.with_values(trainer__policy__model__path=str(model.absolute()))
-    tokenizer, train, held_out = checks.inputs(recipe, console.say)
+    tokenizer, train, held_out = inputs.load(recipe, console.say)
     for name in chosen:
-        checks.fits(recipe, checks.model(Path(recipe.trainer.policy.model.path)), name)
+        precision.fits(recipe, inputs.load_model(Path(recipe.trainer.policy.model.path)), name)
     found = gap_table.measure(
         recipe,
         tokenizer,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from beam_rl.model.errors import BadInput
 from beam_rl.trainer.precision import Precision
 
 if TYPE_CHECKING:
@@ -27,6 +28,20 @@ def named(recipe: "Recipe", name: str) -> Precision:
 def chosen(recipe: "Recipe") -> Precision:
     """The recipe's own."""
     return replace(named(recipe, recipe.beam.precision), cuda_graphs=recipe.beam.cuda_graphs)
+
+
+def fits(recipe: "Recipe", config: Any, name: str | None = None) -> None:
+    """A precision (the recipe's, unless named) and the parallel layout against the model."""
+    from beam_rl.trainer.skyrl_settings import layout
+
+    sizes, chosen = layout(recipe.trainer), named(recipe, name or recipe.beam.precision)
+    try:
+        if chosen.lora is not None:
+            chosen.lora.check(config)
+        if chosen.mxfp8 is not None:
+            chosen.mxfp8.check(config, tp=sizes.tp, etp=sizes.etp)
+    except BadInput as error:
+        raise BadInput(f"beam.{error}") from error
 
 
 def single_engine(recipe: "Recipe", name: str) -> "EngineConfig":

@@ -9,8 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +21,6 @@ from beam_rl.trainer.replay import CAPTURE_SETTING, RoutesError
 
 INTERRUPTED = ("abort", "error", None)
 """Stop reasons of a request that ended before its response did."""
-OF_TOKENS = ("rollout_logprobs", "rollout_expert_indices", "rollout_sample_support")
-"""Fields of a generated batch that have a value for every token of its samples."""
 
 
 class Fault(StrEnum):
@@ -121,29 +118,6 @@ def indices_of(uids: Sequence[str], groups: Sequence[str]) -> list[int]:
     for index, uid in enumerate(uids):
         places[uid].append(index)
     return [index for group in groups for index in places[group]]
-
-
-def joined(outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
-    """Generated batches, each checked by SkyRL, as one; without the fields that not all of them have.
-
-    SkyRL's `concatenate_generator_outputs` checks all samples again and computes metrics of them, which nobody reads.
-
-    Raises:
-        ValueError: some batches have, and others lack, what training needs to know of tokens.
-    """
-    result: dict[str, Any] = {}
-    for name in outputs[0]:
-        values: list[Any] = [output.get(name) for output in outputs]
-        lacking = sum(value is None for value in values)
-        if name in OF_TOKENS and 0 < lacking < len(values):
-            raise ValueError(f"{lacking} of the step's {len(values)} generated batches lack {name}")
-        if lacking:
-            result[name] = None
-        elif isinstance(values[0], dict):
-            result[name] = {key: list(chain.from_iterable(value[key] for value in values)) for key in values[0]}
-        else:
-            result[name] = list(chain.from_iterable(values))
-    return cast(GeneratorOutput, result)
 
 
 def drop_inconsistent(output: GeneratorOutput, route_shape: tuple[int, int] | None) -> dict[int, Fault]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from beam_rl import checkpoints, checks, folder, lifetime, precision
+from beam_rl import checkpoints, folder, inputs, lifetime, precision
 from beam_rl.console import Console
 from beam_rl.evals.files import write_atomically
 from beam_rl.lines import Opening
@@ -27,7 +27,7 @@ from beam_rl.warmup import cached, prepare_tiny
 def train(recipe: Recipe, resume: bool) -> int:
     """Run the recipe; returns the exit code. Raises BadInput before anything is trained."""
     started = psutil.Process().create_time()
-    inputs = None if recipe.beam.tiny is not None else checks.inputs(recipe)
+    read = None if recipe.beam.tiny is not None else inputs.load(recipe)
     recipe, made = (recipe, False) if resume else folder.claim(recipe)
     logs = recipe.run_dir / "logs"
     with ExitStack() as stack:
@@ -43,9 +43,9 @@ def train(recipe: Recipe, resume: bool) -> int:
             with lifetime.bounded(logs) as temp_dir:
                 if recipe.beam.tiny is not None:
                     recipe = prepare_tiny(recipe, console)
-                    inputs = checks.inputs(recipe, console.say)
-                assert inputs is not None
-                observed = run(recipe, inputs, temp_dir, console, started)
+                    read = inputs.load(recipe, console.say)
+                assert read is not None
+                observed = run(recipe, read, temp_dir, console, started)
         except BadInput:
             raise
         except KeyboardInterrupt:
@@ -91,10 +91,10 @@ def opening(recipe: Recipe, resume: bool) -> Opening:
 
 
 def run(
-    recipe: Recipe, inputs: tuple[Any, Problems, Problems | None], temp_dir: Path, console: Console, started: float
+    recipe: Recipe, read: tuple[Any, Problems, Problems | None], temp_dir: Path, console: Console, started: float
 ) -> Observed:
     """Everything that needs Ray."""
-    tokenizer, problems, held_out = inputs
+    tokenizer, problems, held_out = read
     observed = Observed(recipe, console, started)
     observed.begin("start-up")
     try:

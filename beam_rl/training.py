@@ -13,7 +13,7 @@ import torch
 from skyrl.backends.skyrl_train.distributed.dispatch import loss_fn_outputs_to_tensor
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.train.generators.base import GeneratorInput, GeneratorOutput
-from skyrl.train.generators.utils import slice_generator_output
+from skyrl.train.generators.utils import concatenate_generator_outputs, slice_generator_output
 from skyrl.train.trainer import RayPPOTrainer
 
 from beam_rl import checkpoints, gap
@@ -22,16 +22,7 @@ from beam_rl.evaluation import evaluate
 from beam_rl.problems import Problems, ProblemStream
 from beam_rl.publish import Publisher
 from beam_rl.recipe import Recipe
-from beam_rl.rollouts import (
-    RolloutStats,
-    accuracies,
-    indices_of,
-    joined,
-    neutral,
-    rewards,
-    split_groups,
-    whole_distribution,
-)
+from beam_rl.rollouts import RolloutStats, accuracies, indices_of, neutral, rewards, split_groups, whole_distribution
 from beam_rl.trainer.worker import WITHOUT_REPLAY
 
 Advance = Callable[[int], None]
@@ -146,13 +137,14 @@ class BeamTrainer(RayPPOTrainer):
             return generator_output, uids, True
         if selection.note is not None:
             self.observer.note(f"step {self.global_step}: {selection.note}")
-        output = joined([output for output, _ in self.collected])
-        uids = [uid for _, uids in self.collected for uid in uids]
+        if len(self.collected) > 1:
+            generator_output = concatenate_generator_outputs([output for output, _ in self.collected])
+            uids = [uid for _, uids in self.collected for uid in uids]
         chosen = indices_of(uids, selection.groups)
         self.informative_share = self.sampling.share()
         self.selection, self.sampling, self.collected = selection, None, []
         self.stream.wanted = self.new_sampling().next_size()
-        return slice_generator_output(output, chosen), [uids[index] for index in chosen], False
+        return slice_generator_output(generator_output, chosen), [uids[index] for index in chosen], False
 
     def new_sampling(self) -> DynamicSampling:
         """An empty collection for the step that begins."""

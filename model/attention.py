@@ -80,8 +80,12 @@ class BeamCoreAttention(MegatronModule):
 
 def flash_takes(query: Tensor) -> bool:
     """Whether PyTorch's FlashAttention computes attention of such heads."""
-    dim = query.shape[-1]
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dim % 8 == 0 and dim <= 256
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and flash_takes_heads(query.shape[-1])
+
+
+def flash_takes_heads(dim: int) -> bool:
+    """Whether it computes attention of heads of so many values."""
+    return dim % 8 == 0 and dim <= 256
 
 
 def flash_attention(

@@ -24,7 +24,6 @@ from itertools import accumulate
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -45,8 +44,20 @@ _ALONE = 2
 """Uses of a storage that one tensor has: the tensor's, and the handle's through which they are counted."""
 _ALIGNMENT = 64
 """Bytes that the place of a copy in host memory is a multiple of."""
-_MEMORY: WeakKeyDictionary[TrainerEngine, np.ndarray] = WeakKeyDictionary()
-"""Host memory of an engine's copies, kept for its next save: to fault in fresh memory takes longer than to copy."""
+
+
+class HostMemory:
+    """Host memory for an engine's copies, kept between saves: faulting in fresh memory takes longer than copying."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def of(self, size: int) -> np.ndarray:
+        """So many bytes; the last save's, where that had the same size."""
+        if len(self._bytes) != size:
+            self._bytes = np.empty(0, np.uint8)  # frees them first
+            self._bytes = np.empty(size, np.uint8)
+        return self._bytes
 
 
 @dataclass
@@ -146,7 +157,7 @@ def _copy(engine: TrainerEngine, request: Any) -> None:
     buckets = _buckets(request)
     lent = [tensor for _, _, (_, tensors) in buckets for _, tensor in tensors if not _alone(tensor)]
     ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in lent))
-    memory = _memory(engine, ends[-1] if ends else 0)
+    memory = engine.host_memory.of(ends[-1] if ends else 0)
     copies = {}
     for tensor, start in zip(lent, (0, *ends), strict=False):
         place = torch.from_numpy(memory[start : start + tensor.nbytes])  # a storage of that size: all of it is written
@@ -160,16 +171,6 @@ def _copy(engine: TrainerEngine, request: Any) -> None:
 def _alone(tensor: Tensor) -> bool:
     """Whether a tensor lies in host memory that nothing else uses, as what Megatron has cloned there does."""
     return tensor.is_cpu and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _ALONE
-
-
-def _memory(engine: TrainerEngine, size: int) -> np.ndarray:
-    """The engine's host memory for copies, of so many bytes; the last save's, where that had the same size."""
-    memory = _MEMORY.pop(engine, None)
-    if memory is None or len(memory) != size:
-        memory = None  # frees it first
-        memory = np.empty(size, np.uint8)
-    _MEMORY[engine] = memory
-    return memory
 
 
 def _write(request: Any, digests: Future[dict[str, str]]) -> None:

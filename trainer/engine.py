@@ -66,6 +66,7 @@ class TrainerEngine:
         """Fingerprint of the frozen weights under LoRA, once they are loaded."""
         self._memory = TrainingMemory()
         self._graphs: DecoderGraphs | None = None
+        self.host_memory = checkpoint.HostMemory()
         self._pending: checkpoint.PendingSave | None = None
         """The save that is not finished yet; there is never more than one, because each holds a copy of everything."""
 

@@ -65,7 +65,7 @@ class GradientBuffers(DistributedDataParallel):
         self._held.add(param)
         return param.main_grad, first
 
-    def claim(self, params: Seq[Any]) -> bool:
+    def claim_all(self, params: Seq[Any]) -> bool:
         """Whether a CUDA graph that now adds a gradient of each of the parameters overwrites what is there.
 
         Where that is so for some alone, what is there is cleared, and the graph adds to all.
@@ -85,7 +85,8 @@ class GradientBuffers(DistributedDataParallel):
         """While a CUDA graph is captured.
 
         Args:
-            first: int32 [1]. It tells the graph, whenever it runs, to overwrite what is there (1) or not (0): `claim`.
+            first: int32 [1]. It tells the graph, whenever it runs, whether to overwrite what is there (1) or not (0);
+                `claim_all` knows.
         """
         self._first = first
         try:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from beam_rl.model.attention import flash_takes_heads
 from beam_rl.model.batch import PackedBatch
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
@@ -27,7 +28,7 @@ MOST = 32
 
 def check_graphs(hf: BeamConfig) -> None:
     """Raise BadInput where there can be no graphs: without a GPU, or with heads that FlashAttention does not take."""
-    if hf.head_dim % 8 or hf.head_dim > 256:
+    if not flash_takes_heads(hf.head_dim):
         raise BadInput(f"cuda_graphs is True: head_dim is {hf.head_dim}, and must be a multiple of 8 up to 256")
     if not torch.cuda.is_available():
         raise BadInput("cuda_graphs is True: there is no GPU")
@@ -214,7 +215,7 @@ class _Graph:
     def backward(self, out_grad: Tensor) -> Tensor:
         """The gradient of the last call's hidden states; the parameters' are added where they belong."""
         self._out_grad.copy_(out_grad)
-        self._first.fill_(self._buffers.claim(self._parameters))
+        self._first.fill_(self._buffers.claim_all(self._parameters))
         self._backward.replay()
         return self._hidden_grad.detach()
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
@@ -75,14 +74,9 @@ def _schedule(settings: OptimizerSettings, optimizer: ChainedOptimizer) -> Optim
     )
 
 
-def parts(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
-    """The optimizers of dense and of expert parameters, those that have parameters."""
-    return optimizer.chained_optimizers
-
-
 def tensors(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
     """Main parameters and AdamW's state on this rank. A float32 parameter is its own main parameter."""
-    for part in parts(optimizer):
+    for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             for param in group["params"]:
                 yield param.data
@@ -91,7 +85,7 @@ def tensors(optimizer: ChainedOptimizer) -> Iterator[torch.Tensor]:
 
 def prepare_state(optimizer: ChainedOptimizer) -> None:
     """Create AdamW's state before its first step, as saving and loading need it, and choose the fused kernel."""
-    for part in parts(optimizer):
+    for part in optimizer.chained_optimizers:
         adam = part.optimizer
         for group in adam.param_groups:
             group["fused"], group["foreach"] = True, False
@@ -130,7 +124,7 @@ def load_state(optimizer: ChainedOptimizer, state: Any) -> None:
     Megatron hands every parameter the same step tensor, which AdamW would then count up once a parameter, and its
     copy of the loaded tensors looks for a stored "step" that does not exist; so step counts are set aside meanwhile.
     """
-    chained = parts(optimizer)
+    chained = optimizer.chained_optimizers
     states = [state] if len(chained) == 1 else [state[i] for i in sorted(state)]
     for part, loaded in zip(chained, states, strict=True):
         tensors = loaded.pop("param_state")

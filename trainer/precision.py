@@ -11,7 +11,7 @@ from beam_rl.model.mxfp8_config import Mxfp8Settings
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of weights and activations; the optimizer's main parameters are float32 whatever they are."""
+    """Types of weights and activations, and how their products run; the optimizer's main parameters are float32."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Parameters and activations."""

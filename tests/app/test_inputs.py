@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from beam_rl import checks, recipe, tiny
+from beam_rl import inputs, recipe, tiny
 from beam_rl.evals import sources
 from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.config import BeamConfig
@@ -25,7 +25,7 @@ def model(checkpoint: Path, tmp_path: Path) -> Path:
 
 def check(content: dict[str, Any], write: Any, *overrides: str) -> list[str]:
     reported: list[str] = []
-    checks.inputs(recipe.load(write(content), overrides), reported.append)
+    inputs.load(recipe.load(write(content), overrides), reported.append)
     return reported
 
 
@@ -158,5 +158,5 @@ def test_r3_is_refused_for_a_model_without_experts(content: dict[str, Any], writ
     save_hf(tmp_path / "dense", config, initial_tensors(config, 1, torch.bfloat16), copy_from=tmp_path / "tokenizer")
     content["trainer"]["policy"]["model"]["path"] = str(tmp_path / "dense")
     with pytest.raises(BadInput, match=r"beam\.r3=true"):
-        checks.inputs(recipe.load(write(content)))
-    checks.inputs(recipe.load(write(content), ["beam.r3=false"]))
+        inputs.load(recipe.load(write(content)))
+    inputs.load(recipe.load(write(content), ["beam.r3=false"]))

@@ -1,6 +1,5 @@
 """Samples that cannot be trained on leave the loss and are counted; the batch goes on through SkyRL and the trainer."""
 
-import copy
 import math
 from typing import Any
 
@@ -11,10 +10,9 @@ from skyrl.backends.skyrl_train.inference_servers.generate_wire import decode_pa
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.backends.skyrl_train.utils.routed_experts import RoutedExpertTrace
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors, make_router_padding_mask
-from skyrl.train.generators.utils import concatenate_generator_outputs
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
-from beam_rl.rollouts import Fault, RolloutStats, complete_aborted, drop_inconsistent, joined, neutral
+from beam_rl.rollouts import Fault, RolloutStats, complete_aborted, drop_inconsistent, neutral
 from beam_rl.trainer.batches import sequences_from_batch
 from beam_rl.trainer.replay import CAPTURE_SETTING, RoutesError, Routing
 from beam_rl.trainer.sequences import check_sample, pack
@@ -227,23 +225,3 @@ def test_dropped_samples_are_counted_by_reason() -> None:
     record = stats.record()
     assert record["dropped_samples"] == 3
     assert record["dropped_samples_by_reason"] == {"aborted": 2, "reward": 1}
-
-
-def test_batches_become_one_as_skyrl_joins_them(output: Any) -> None:
-    other = copy.deepcopy(output)
-    other["rewards"] = [[-1.0] * len(response) for response in RESPONSES]
-    output["trajectory_generation_times"] = [1.0, 2.0, 3.0]
-    other["trajectory_generation_times"] = None  # a request that was cut off has no time, and so its batch has none
-    batches = [batch | {"trajectory_time_splits": {"llm": [0.1, 0.2, 0.3]}} for batch in (output, other)]
-    expected, found = concatenate_generator_outputs(batches), joined(batches)
-    for name, value in found.items():
-        if name == "rollout_expert_indices":
-            assert all(np.array_equal(ours, theirs) for ours, theirs in zip(value, expected[name], strict=True))
-        elif name != "rollout_metrics":
-            assert value == expected[name]
-    assert not [name for name, value in expected.items() if value and name not in (*found, "rollout_metrics")]
-
-
-def test_a_step_has_no_samples_without_log_probs_beside_others(output: Any) -> None:
-    with pytest.raises(ValueError, match="1 of the step's 2 generated batches lack rollout_logprobs"):
-        joined([output, output | {"rollout_logprobs": None}])

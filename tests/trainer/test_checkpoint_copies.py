@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from beam_rl.trainer import checkpoint
 from beam_rl.trainer.checkpoint_optimizer import boxes
 from beam_rl.trainer.engine import Sequence, TrainerEngine
 from beam_rl.trainer.optimizer import tensors
@@ -59,10 +58,10 @@ def test_every_save_faults_in_memory_of_its_own(engine_for: Callable, tmp_path: 
     """It is kept for the next save, which does not touch what is still being written, and goes with the engine."""
     engine = engine_for(dtype="bfloat16")
     engine.save(tmp_path / "step_1", {}, asynchronous=True)
-    memory = weakref.ref(checkpoint._MEMORY[engine])
+    memory = weakref.ref(engine.host_memory._bytes)
     train(engine)
     engine.save(tmp_path / "step_2", {}, asynchronous=True)
-    assert checkpoint._MEMORY[engine] is memory()
+    assert engine.host_memory._bytes is memory()
     expected = train(engine)
     engine.load(tmp_path / "step_1")
     train(engine)

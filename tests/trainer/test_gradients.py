@@ -85,13 +85,13 @@ def test_a_graphs_gradients_are_a_steps_first_ones_once(
     engine = engine_for()
     (buffers,) = engine.chunks
     one, *others = buffers.params_with_grad
-    assert buffers.claim([one, *others])
-    assert not buffers.claim([one, *others])
+    assert buffers.claim_all([one, *others])
+    assert not buffers.claim_all([one, *others])
     engine.forward_backward(samples, weighted_loss, replay=False)
     engine.zero_grad()
     assert others[0].main_grad.any()
     buffers.add(one, torch.ones_like(one))
-    assert not buffers.claim([one, *others])
+    assert not buffers.claim_all([one, *others])
     assert torch.equal(one.main_grad, torch.ones_like(one))
     assert not any(other.main_grad.any() for other in others)
 
@@ -108,7 +108,7 @@ def test_a_gradient_that_waits_is_added_before_a_graph_adds_to_it(
         param.grad = grad.clone()
         buffers._make_backward_post_hook(param)()
     assert buffers._waiting
-    assert not buffers.claim(buffers.params_with_grad)
+    assert not buffers.claim_all(buffers.params_with_grad)
     assert all(torch.equal(param.main_grad, grad) for param, grad in expected.items())
 
 

@@ -7,7 +7,6 @@ import torch
 
 from beam_rl.model.errors import BadInput
 from beam_rl.trainer.engine import EngineConfig, OptimizerSettings, Parallel, TrainerEngine
-from beam_rl.trainer.optimizer import parts
 
 
 def supervised(logprobs, *_):
@@ -52,7 +51,8 @@ def test_bfloat16_keeps_updates_too_small_to_see(engine_for, samples):
     """An RL step is far below bfloat16's resolution: without float32 main parameters nothing would be learned."""
     engine = engine_for(dtype="bfloat16", optimizer=OptimizerSettings(lr=1e-6))
     before = weights(engine)
-    mains = [p for part in parts(engine.optimizer) for group in part.optimizer.param_groups for p in group["params"]]
+    groups = [group for part in engine.optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    mains = [p for group in groups for p in group["params"]]
     kept = [p.detach().clone() for p in mains]
     for _ in range(3):
         engine.forward_backward(samples, supervised, replay=False)
@@ -68,7 +68,7 @@ def test_bfloat16_keeps_updates_too_small_to_see(engine_for, samples):
 def test_main_parameters_belong_to_their_own_model_parameters(engine_for):
     """A group of mixed dtypes would index them wrongly: each bfloat16 weight must be its main parameter, rounded."""
     engine = engine_for(dtype="bfloat16")
-    for part in parts(engine.optimizer):
+    for part in engine.optimizer.chained_optimizers:
         for parameter, (group, place) in part.model_param_group_index_map.items():
             main = part.optimizer.param_groups[group]["params"][place]
             assert torch.equal(main.to(parameter.dtype), parameter.detach().flatten())
@@ -79,7 +79,7 @@ def test_the_gradient_is_clipped_by_its_whole_norm(engine_for, samples):
     engine.forward_backward(samples, supervised, replay=False)
     step = engine.optimizer_step()
     assert step["grad_norm"] > 0.25
-    states = [state for part in parts(engine.optimizer) for state in part.optimizer.state.values()]
+    states = [state for part in engine.optimizer.chained_optimizers for state in part.optimizer.state.values()]
     clipped = math.sqrt(sum(float((state["exp_avg"] / 0.5).square().sum()) for state in states))
     assert clipped == pytest.approx(0.25, rel=1e-4)
 
