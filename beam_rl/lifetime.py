@@ -26,7 +26,8 @@ TOGETHER_SECONDS = 1.0
 def bounded(log_dir: Path) -> Iterator[Path]:
     """Start the watchdog, mark this process's future children, and wait at the end until none of them is left.
 
-    Yields the run's temporary folder, which is also TMPDIR for the children. SIGTERM ends the block as Ctrl-C does.
+    Yields the run's temporary folder, which is also TMPDIR for the children. SIGTERM ends the block as Ctrl-C does; a
+    signal that is ignored, as SIGINT in a shell's background, stays so.
     """
     marker = secrets.token_hex(8)
     temp_dir = Path(tempfile.mkdtemp(prefix="beam-rl-"))  # short: Ray puts sockets below it (107 bytes at most)
@@ -38,11 +39,14 @@ def bounded(log_dir: Path) -> Iterator[Path]:
     changes = {watchdog.VARIABLE: marker, "SPT_NOENV": "1", "TMPDIR": str(temp_dir)}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
-    previous = signal.signal(signal.SIGTERM, interrupter())
+    interrupt = interrupter()
+    heard = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
+    previous = [(each, signal.signal(each, interrupt)) for each in heard]
     try:
         yield temp_dir
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for each, handler in previous:
+            signal.signal(each, handler)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
@@ -54,7 +58,7 @@ def bounded(log_dir: Path) -> Iterator[Path]:
 
 
 def interrupter() -> Callable[[int, object], None]:
-    """A handler of SIGTERM that raises KeyboardInterrupt, once for signals that come together.
+    """A handler of signals that raises KeyboardInterrupt, once for those that come together.
 
     `timeout` signals its child and then the child's process group: the second would break the first one's clean-up.
     """

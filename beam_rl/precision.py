@@ -26,8 +26,11 @@ def named(recipe: "Recipe", name: str) -> Precision:
 
 
 def chosen(recipe: "Recipe") -> Precision:
-    """The recipe's own."""
-    return replace(named(recipe, recipe.beam.precision), cuda_graphs=recipe.beam.cuda_graphs)
+    """The recipe's own. Without a word about CUDA graphs, there are none that keep memory which the rollout needs."""
+    graphs = recipe.beam.cuda_graphs
+    if graphs is None and recipe.trainer.placement.colocate_all:
+        graphs = False
+    return replace(named(recipe, recipe.beam.precision), cuda_graphs=graphs)
 
 
 def fits(recipe: "Recipe", config: Any, name: str | None = None) -> None:

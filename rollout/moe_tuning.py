@@ -17,6 +17,8 @@ Tiles = dict[str, int]
 
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
 """Batches to tune for: decoding of so many sequences, and prefill."""
+BETWEEN = sorted(size for power in range(3, 16) for size in (1 << power, 3 << (power - 1)))
+"""Batches that may need an entry of their own, although nothing was timed for them."""
 CALLS = 10
 """Calls in one CUDA graph, each with its own routes, so that no call finds its experts in the cache."""
 
@@ -123,9 +125,19 @@ def search(
         yield Tuned(tokens, first, best_us, best, tried)
 
 
-def table(found: Iterable[Tuned]) -> str:
-    """The file's content: tiles by number of tokens."""
-    return json.dumps({str(tuned.tokens): tuned.tiles for tuned in found}, indent=4) + "\n"
+def table(found: Iterable[Tuned], default: Callable[[int], Tiles]) -> str:
+    """The file's content: tiles by number of tokens.
+
+    vLLM takes the nearest entry for every batch. So those for which it has other defaults than for the nearest one that
+    was timed keep them: what is best for 256 tokens need not be better than the default for 1,024.
+    """
+    entries = {tuned.tokens: tuned.tiles for tuned in found}
+    timed = list(entries)
+    for tokens in BETWEEN:
+        nearest = min(timed, key=lambda size: abs(size - tokens))
+        if default(tokens) != default(nearest):
+            entries.setdefault(tokens, default(tokens))
+    return json.dumps({str(tokens): entries[tokens] for tokens in sorted(entries)}, indent=4) + "\n"
 
 
 def tune(
@@ -153,7 +165,7 @@ def tune(
             tell(tuned)
     out.mkdir(parents=True, exist_ok=True)
     file = out / get_config_file_name(shape.experts, shape.width, None)
-    file.write_text(table(found), encoding="utf-8")
+    file.write_text(table(found, default), encoding="utf-8")
     return file, found
 
 

@@ -33,7 +33,7 @@ from beam_rl.model.names import describe_hf, export_adapter, export_hf, fingerpr
 from beam_rl.model.transformer_config import transformer_config
 from beam_rl.trainer import adapter, checkpoint, distributed, optimizer, outputs, pipeline
 from beam_rl.trainer.gradients import data_parallel
-from beam_rl.trainer.graphs import DecoderGraphs, check_graphs
+from beam_rl.trainer.graphs import DecoderGraphs, uses_graphs
 from beam_rl.trainer.offload import TrainingMemory
 from beam_rl.trainer.optimizer import tensors as optimizer_tensors
 from beam_rl.trainer.outputs import LossFn, Scores
@@ -75,8 +75,7 @@ class TrainerEngine:
         config, layout = self.config, self.config.parallel
         if config.lora is not None:
             config.lora.check(hf)
-        if config.cuda_graphs:
-            check_graphs(hf)
+        graphs = uses_graphs(config, hf)
         distributed.initialize(layout, config.seed)
         self.hf = hf
         transformer = transformer_config(
@@ -102,8 +101,8 @@ class TrainerEngine:
                 return
             transformer.finalize_model_grads_func = pipeline.finalize
             self.chunks = [data_parallel(transformer, model)]
-            if config.cuda_graphs:
-                self._graphs = DecoderGraphs(self.chunks[0], self._shape_tokens)
+            if graphs:
+                self._graphs = DecoderGraphs(self.chunks[0], max(256, config.micro_batch_tokens // 16))
             self.optimizer, self.schedule = optimizer.build_optimizer(config.optimizer, self.chunks, config.torch_dtype)
         self.zero_grad()
 
@@ -189,7 +188,8 @@ class TrainerEngine:
             raise RuntimeError("this engine was built without an optimizer, for forward passes only")
         if self._reduced:
             raise RuntimeError("call optimizer_step or zero_grad before the next forward_backward")
-        batches = self._batches(sequences, replay, masked=True, record=False, multiple=self._shape_tokens)
+        multiple = 1 if self._graphs is None else self._graphs.multiple
+        batches = self._batches(sequences, replay, masked=True, record=False, multiple=multiple)
         self._reduced = True
         try:
             with lora.dropout(self.models):
@@ -204,11 +204,6 @@ class TrainerEngine:
             self.zero_grad()
             raise
         return outputs.sum_metrics(results)
-
-    @property
-    def _shape_tokens(self) -> int:
-        """Micro batches that are trained on have a multiple of so many tokens."""
-        return max(256, self.config.micro_batch_tokens // 16) if self.config.cuda_graphs else 1
 
     def _batches(
         self, sequences: Seq[Sequence], replay: bool, *, masked: bool, record: bool, multiple: int = 1

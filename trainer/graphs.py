@@ -21,17 +21,28 @@ from beam_rl.model.batch import PackedBatch
 from beam_rl.model.config import BeamConfig
 from beam_rl.model.errors import BadInput
 from beam_rl.trainer.gradients import GradientBuffers
+from beam_rl.trainer.settings import EngineConfig
 
 MOST = 32
 """Graphs at a time. They share memory for activations, but each also keeps its inputs and outputs."""
 
 
-def check_graphs(hf: BeamConfig) -> None:
-    """Raise BadInput where there can be no graphs: without a GPU, or with heads that FlashAttention does not take."""
+def uses_graphs(config: EngineConfig, hf: BeamConfig) -> bool:
+    """Whether an engine of this configuration runs this model as graphs.
+
+    Raises:
+        BadInput: it is told to, and cannot: there is no GPU, or FlashAttention does not take the model's heads.
+    """
+    if config.cuda_graphs is False or not config.may_have_graphs:
+        return False
+    reason = None
     if not flash_takes_heads(hf.head_dim):
-        raise BadInput(f"cuda_graphs is True: head_dim is {hf.head_dim}, and must be a multiple of 8 up to 256")
-    if not torch.cuda.is_available():
-        raise BadInput("cuda_graphs is True: there is no GPU")
+        reason = f"head_dim is {hf.head_dim}, and must be a multiple of 8 up to 256"
+    elif not torch.cuda.is_available():
+        reason = "there is no GPU"
+    if config.cuda_graphs and reason is not None:
+        raise BadInput(f"cuda_graphs is True: {reason}")
+    return reason is None
 
 
 class DecoderGraphs:
@@ -49,7 +60,7 @@ class DecoderGraphs:
 
     def __init__(self, model: GradientBuffers, multiple: int) -> None:
         decoder = model.module.decoder
-        self._buffers, self._multiple, self._run = model, multiple, decoder.forward
+        self._buffers, self.multiple, self._run = model, multiple, decoder.forward
         self._decoder = decoder
         attentions = [layer.self_attention for layer in decoder.layers]
         self._thetas = {attention.rope_theta for attention in attentions}
@@ -66,7 +77,7 @@ class DecoderGraphs:
 
     def _forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedBatch, **kwargs: Any) -> Tensor:
         batch = packed_seq_params
-        if torch.is_grad_enabled() and not batch.record and len(hidden_states) % self._multiple == 0:
+        if torch.is_grad_enabled() and not batch.record and len(hidden_states) % self.multiple == 0:
             inputs = _Inputs.of(hidden_states.detach(), batch, self._thetas, self._head_dim)
             if graph := self._graph(inputs):
                 anchor = hidden_states.new_empty(0, requires_grad=True)  # the embedding may be frozen

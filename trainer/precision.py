@@ -19,5 +19,5 @@ class Precision:
     """Train adapters beside frozen weights; None trains all weights."""
     mxfp8: Mxfp8Settings | None = None
     """Run the projections' GEMMs in MXFP8; None runs them in `dtype`."""
-    cuda_graphs: bool = False
-    """Run the decoder's passes as CUDA graphs."""
+    cuda_graphs: bool | None = None
+    """Run the decoder's passes as CUDA graphs; None where it is possible."""

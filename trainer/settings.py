@@ -87,9 +87,9 @@ class EngineConfig:
     """Packing budget: tokens of a micro batch. One longer sequence is a micro batch of its own."""
     recompute: Literal["full"] | None = None
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    cuda_graphs: bool = False
-    """Run the decoder's passes as CUDA graphs (`graphs`), which keep memory for a micro batch's activations; on one GPU
-    a replica, in bfloat16. Micro batches are padded to a multiple of a 16th of the budget (256 tokens at least), so
+    cuda_graphs: bool | None = None
+    """Run the decoder's passes as CUDA graphs (`graphs`), which keep memory for a micro batch's activations; None does
+    wherever it is possible. Micro batches are padded to a multiple of a 16th of the budget (256 tokens at least), so
     that they may exceed it."""
     seed: int = 1
     """Seed of fresh weights and of Megatron's random states."""
@@ -105,13 +105,16 @@ class EngineConfig:
         _require(self.micro_batch_tokens > 0, "micro_batch_tokens", self.micro_batch_tokens, "it must be positive")
         _require(self.recompute in (None, "full"), "recompute", self.recompute, "it must be null or full")
         _require(self.temperature > 0, "temperature", self.temperature, "it must be positive")
-        if self.cuda_graphs:
-            alone = self.parallel == Parallel() and self.recompute is None and self.dtype == "bfloat16"
-            fixed = self.mxfp8 is None and not (self.lora and self.lora.lora_dropout)
-            rule = "it needs bfloat16, no parallelism but of data, no recompute, no dropout, no MXFP8"
-            _require(alone and fixed, "cuda_graphs", True, rule)
+        rule = "it needs bfloat16, no parallelism but of data, no recompute, no dropout, no MXFP8"
+        _require(self.may_have_graphs or not self.cuda_graphs, "cuda_graphs", True, rule)
         both = self.lora is not None and self.mxfp8 is not None
         _require(not both, "mxfp8", "set", "adapters stand beside bfloat16 or float32 weights; leave out lora or mxfp8")
+
+    @property
+    def may_have_graphs(self) -> bool:
+        """Whether nothing of this excludes CUDA graphs; the model and the machine may."""
+        alone = self.parallel == Parallel() and self.recompute is None and self.dtype == "bfloat16"
+        return alone and self.mxfp8 is None and not (self.lora and self.lora.lora_dropout)
 
     @property
     def torch_dtype(self) -> torch.dtype:

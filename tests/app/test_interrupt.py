@@ -64,6 +64,7 @@ sys.exit(cli.main(["train", recipe]))
     ("case", "signals"),
     [
         ("timeout", ["SIGTERM", "SIGTERM"]),  # it signals its child, then the group
+        ("timeout -s INT", ["SIGINT", "SIGINT"]),
         ("Ctrl-C", ["SIGINT"]),
         ("release", ["SIGTERM"]),
         ("error", []),

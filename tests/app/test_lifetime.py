@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from beam_rl import watchdog
+from beam_rl import lifetime, watchdog
 
 DRIVER = """
 import subprocess, sys, time
@@ -84,6 +84,25 @@ def test_no_process_shared_memory_or_temporary_file_is_left(tmp_path: Path, how:
     assert not Path(temp).exists()
     assert not (Path("/dev/shm") / memory).exists()
     assert (tmp_path / "logs" / "ray" / "raylet.out").read_text() == "log"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_signals_that_come_together_interrupt_once(sent: signal.Signals, tmp_path: Path) -> None:
+    """`timeout` signals its child and then the group: the second one left requests behind that the first cancelled."""
+    with lifetime.bounded(tmp_path):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(sent)
+        signal.raise_signal(sent)
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+    """A shell without job control ignores Ctrl-C for what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with lifetime.bounded(tmp_path):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_another_runs_weights_in_flight_are_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

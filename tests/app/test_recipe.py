@@ -221,6 +221,13 @@ def test_cuda_graphs_are_refused_where_they_cannot_be(
     assert message is None or re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(("colocated", "expected"), [("true", False), ("false", None)])
+def test_no_graphs_keep_memory_that_the_rollout_needs(colocated: str, expected: bool | None) -> None:
+    path = Path(__file__).parents[2] / "recipes" / "h200" / "bf16.yaml"
+    loaded = recipe.load(path, [f"trainer.placement.colocate_all={colocated}"])
+    assert precision.chosen(loaded).cuda_graphs is expected
+
+
 @pytest.mark.parametrize(("precision", "budget"), [("lora", 0.01), ("bf16", 0.01), ("mxfp8", 0.03)])
 def test_the_gaps_budget_follows_the_precision(
     precision: str, budget: float, content: dict[str, Any], write: Any

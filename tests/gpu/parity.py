@@ -19,7 +19,7 @@ from beam_rl.trainer.score import score
 GOLDEN = Path(__file__).parents[1] / "golden"
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
-    "bf16": {},
+    "bf16": {"cuda_graphs": False},
     "bf16, recomputed": {"recompute": "full"},
     "bf16, CUDA graphs": {"cuda_graphs": True},
     "lora": {"lora": LoraConfig()},

@@ -21,7 +21,7 @@ from beam_rl import apart
 from tests.gpu.measure import SHAPES, TOKENS, measure, tokens
 
 OURS: dict[str, dict[str, Any]] = {
-    "ours": {},
+    "ours": {"cuda_graphs": False},
     "ours, CUDA graphs": {"cuda_graphs": True},
     "ours, full recompute": {"recompute": "full"},
 }

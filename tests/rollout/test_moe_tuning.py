@@ -8,7 +8,7 @@ import torch
 
 from beam_rl import cli
 from beam_rl.model.config import BeamConfig
-from beam_rl.rollout.moe_tuning import TOKENS, MoeShape, Tiles, candidates, search, table
+from beam_rl.rollout.moe_tuning import TOKENS, MoeShape, Tiles, Tuned, candidates, search, table
 from beam_rl.tiny import ARCHITECTURE
 
 SHAPE = MoeShape(experts=64, hidden=2048, width=768, topk=8)
@@ -63,9 +63,25 @@ def test_candidates_are_few_and_distinct(tokens: int) -> None:
 def test_the_table_is_vllms() -> None:
     """vLLM reads `{int(tokens): tiles}`."""
     clock = Clock()
-    written = json.loads(table(search(SHAPE, clock.measure, lambda _: DEFAULT, 60, clock=lambda: clock.now)))
+    found = search(SHAPE, clock.measure, lambda _: DEFAULT, 60, clock=lambda: clock.now)
+    written = json.loads(table(found, lambda _: DEFAULT))
     assert sorted(map(int, written)) == list(TOKENS)
     assert all(tiles.keys() == DEFAULT.keys() for tiles in written.values())
+
+
+def test_a_batch_far_from_those_that_were_timed_keeps_its_default() -> None:
+    """vLLM takes the nearest entry, also for batches of thousands where only decoding was timed."""
+
+    def default(tokens: int) -> Tiles:
+        return DEFAULT | {"BLOCK_SIZE_M": 16 if tokens <= 32 else 64 if tokens <= 512 else 128}
+
+    def tiles(tokens: int) -> Tiles:
+        return written[str(min(map(int, written), key=lambda size: abs(size - tokens)))]
+
+    timed = [Tuned(tokens, 100.0, 50.0, DEFAULT | {"BLOCK_SIZE_M": 32}, 9) for tokens in (8, 256)]
+    written = json.loads(table(timed, default))
+    assert [tiles(tokens)["BLOCK_SIZE_M"] for tokens in (1, 8, 14, 200, 256, 300)] == [32] * 6
+    assert [tiles(tokens)["BLOCK_SIZE_M"] for tokens in (1024, 4096, 20_000)] == [128] * 3
 
 
 def test_the_shape_follows_the_layout() -> None:

@@ -142,7 +142,6 @@ def test_steps_of_graphs_and_of_other_micro_batches_have_the_gradients_of_none(
         for sample, each in zip(samples, known, strict=True):
             sample.routes = each.to(torch.uint8)
             sample.captured = torch.arange(len(each)) % 3 > 0 if routes == "missing" else None
-    monkeypatch.setattr(TrainerEngine, "_shape_tokens", 32)
     trained = [(name, p) for name, p in engine.models[0].named_parameters() if p.requires_grad]
 
     def gradients() -> dict[str, Tensor]:
@@ -202,7 +201,28 @@ def test_shapes_that_occur_once_keep_no_other_from_being_captured(monkeypatch: p
 def test_heads_that_flash_attention_does_not_take_are_refused() -> None:
     """The batch of a graph has no plan for any other attention."""
     with pytest.raises(BadInput, match="head_dim is 36"):
-        graphs.check_graphs(BeamConfig(head_dim=36))
+        graphs.uses_graphs(EngineConfig(cuda_graphs=True), BeamConfig(head_dim=36))
+
+
+@pytest.mark.parametrize(
+    ("settings", "head_dim", "gpu", "expected"),
+    [
+        ({}, 128, True, True),
+        ({"lora": LoraConfig()}, 128, True, True),
+        ({"cuda_graphs": False}, 128, True, False),
+        ({}, 128, False, False),
+        ({}, 36, True, False),
+        ({"recompute": "full"}, 128, True, False),
+        ({"parallel": Parallel(ep=2)}, 128, True, False),
+        ({"mxfp8": Mxfp8Settings()}, 128, True, False),
+    ],
+    ids=str,
+)
+def test_graphs_are_used_where_they_can_be(
+    settings: dict[str, Any], head_dim: int, gpu: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert graphs.uses_graphs(EngineConfig(**settings), BeamConfig(head_dim=head_dim)) == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
