@@ -199,8 +199,6 @@ def placement(recipe: Recipe) -> None:
     """Which processes there are, and which of them share devices."""
     trainer, rollout = recipe.trainer, recipe.generator.inference_engine
     processes = {
-        "trainer.placement.policy_num_nodes": trainer.placement.policy_num_nodes,
-        "trainer.placement.policy_num_gpus_per_node": trainer.placement.policy_num_gpus_per_node,
         "generator.inference_engine.num_engines": rollout.num_engines,
         "generator.inference_engine.tensor_parallel_size": rollout.tensor_parallel_size,
         "generator.inference_engine.pipeline_parallel_size": rollout.pipeline_parallel_size,
@@ -208,9 +206,7 @@ def placement(recipe: Recipe) -> None:
     }
     for key, count in processes.items():
         if recipe.beam.device == "cpu" and count > 1:
-            raise BadInput(
-                f"{key}={count}: beam.device=cpu runs one trainer process and one engine process. Set it to 1."
-            )
+            raise BadInput(f"{key}={count}: beam.device=cpu runs one engine, in one process. Set it to 1.")
     shared = trainer.placement.colocate_all
     transport = ((rollout.engine_init_kwargs or {}).get("weight_transfer_config") or {}).get("backend")
     if transport is not None:

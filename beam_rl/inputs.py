@@ -23,6 +23,7 @@ def load(recipe: Recipe, report: Callable[[str], None] = print) -> tuple[Any, Pr
     if recipe.beam.r3 and not config.sparse_layers:
         raise BadInput("beam.r3=true: the model has no experts, so there are no routes to replay. Set beam.r3=false.")
     precision.fits(recipe, config)
+    check_reference(recipe, config)
     tokenizer = load_tokenizer(recipe.model_path, config.vocab_size)
     room = config.max_position_embeddings - recipe.trainer.max_prompt_length
     for name, sampling in {
@@ -46,6 +47,19 @@ def load(recipe: Recipe, report: Callable[[str], None] = print) -> tuple[Any, Pr
     if recipe.data.val_data and recipe.trainer.eval_interval > 0:
         held_out = load_problems(recipe.data.val_data, "data.val_data", tokenizer, recipe, drop, report)
     return tokenizer, train, held_out
+
+
+def check_reference(recipe: Recipe, config: Any) -> None:
+    """A reference model of its own, which scores the policy's tokens, and under R3 with the policy's routes."""
+    path = recipe.trainer.ref.model.path
+    if not recipe.trainer.algorithm.use_kl_loss or path is None or Path(path) == recipe.model_path:
+        return
+    other, alike = load_model(Path(path)), ["vocab_size"]
+    if recipe.beam.r3:
+        alike += ["mlp_layer_types", "num_experts", "num_experts_per_tok"]
+    for name in alike:
+        if (theirs := getattr(other, name)) != (ours := getattr(config, name)):
+            raise BadInput(f"trainer.ref.model.path={path}: its {name} is {theirs}, the policy's {ours}.")
 
 
 def load_model(path: Path) -> Any:

@@ -25,8 +25,6 @@ RAY_CONFIG = {
     "worker_niceness": 0,  # Ray's default of 15 lets the driver, which waits most of the time, starve the workers
 }
 OBJECT_STORE_BYTES = 256 * 2**20
-LOGICAL_GPUS = 2
-"""On a CPU: one for the policy, one for the engine. SkyRL schedules by GPUs."""
 
 
 def environment(recipe: Recipe, log_dir: Path) -> dict[str, str]:
@@ -50,7 +48,8 @@ def ray_session(recipe: Recipe, temp_dir: Path, log_dir: Path) -> Iterator[None]
         ray.init(
             address="local",
             num_cpus=max(4, os.cpu_count() or 1),  # logical: Ray counts actors, it does not pin them
-            num_gpus=LOGICAL_GPUS if recipe.beam.device == "cpu" else None,
+            # on a CPU logical ones, by which SkyRL schedules; one is the engine's
+            num_gpus=recipe.world_size + recipe.reference_size + 1 if recipe.beam.device == "cpu" else None,
             object_store_memory=OBJECT_STORE_BYTES if recipe.beam.device == "cpu" else None,
             include_dashboard=False,
             log_to_driver=False,

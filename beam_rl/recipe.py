@@ -39,6 +39,14 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "environment": EnvironmentConfig,
 }
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""A trainer's parallel sizes, in SkyRL's keys."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,13 @@ class Recipe:
         """Processes of the policy."""
         placement = self.trainer.placement
         return placement.policy_num_nodes * placement.policy_num_gpus_per_node
+
+    @property
+    def reference_size(self) -> int:
+        """Processes of a reference model that has devices of its own."""
+        placement = self.trainer.placement
+        apart = self.trainer.algorithm.use_kl_loss and not placement.colocate_policy_ref
+        return placement.ref_num_nodes * placement.ref_num_gpus_per_node if apart else 0
 
     @property
     def model_parallel(self) -> int:
@@ -182,9 +197,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), run_dir: str | Path | 
 
 def complete(values: dict[str, Any], beam: BeamSettings, written: Mapping[str, Any]) -> None:
     """Make paths absolute, and let evaluation sample as many tokens as training does unless it says otherwise."""
-    model = lookup(values, "trainer.policy.model.path")
-    if model:
-        assign(values, "trainer.policy.model.path", str(Path(model).expanduser().absolute()))
+    for key in ("trainer.policy.model.path", "trainer.ref.model.path"):
+        if path := lookup(values, key):
+            assign(values, key, str(Path(path).expanduser().absolute()))
     for key in ("train_data", "val_data"):
         sources = values["data"].get(key)
         if sources is not None:
@@ -192,7 +207,7 @@ def complete(values: dict[str, Any], beam: BeamSettings, written: Mapping[str, A
         elif beam.tiny is None and key == "train_data":
             raise BadInput("data.train_data: missing. Name the training files (.jsonl or .parquet), or give beam.tiny.")
     values["data"].setdefault("val_data", [])
-    if beam.tiny is None and not model:
+    if beam.tiny is None and not lookup(values, "trainer.policy.model.path"):
         raise BadInput("trainer.policy.model.path: missing. Name a checkpoint folder, or give a beam.tiny section.")
     for key in ("trainer.policy.model.path", "data.train_data", "data.val_data"):
         if beam.tiny is not None and lookup(written, key):
@@ -234,6 +249,14 @@ def derive(values: dict[str, Any], beam: BeamSettings, run_dir: Path, name: str,
         "trainer.print_example_interval": (0, "the console shows one line a step"),
         "trainer.flash_attn": (False, "attention is the engine's own"),
     }
+    policy, reference = "trainer.policy.megatron_config", "trainer.ref.megatron_config"
+    shared = {f"{reference}.{size}": f"{policy}.{size}" for size in PARALLEL_SIZES}
+    if lookup(values, "trainer.placement.colocate_policy_ref") is not False:
+        place = "trainer.placement"
+        shared |= {f"{place}.ref_{count}": f"{place}.policy_{count}" for count in ("num_nodes", "num_gpus_per_node")}
+    for key, source in shared.items():
+        if (value := lookup(values, source)) is not None:
+            reasons[key] = (value, f"the reference has the policy's layout, {source}")
     if beam.tiny is None and not values["data"]["val_data"]:
         values["trainer"] |= {"eval_interval": -1, "eval_before_train": False}  # nothing to evaluate on
     for key, (value, reason) in reasons.items():

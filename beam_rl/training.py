@@ -274,6 +274,7 @@ class BeamTrainer(RayPPOTrainer):
             "policy_loss": logs.get("policy/policy_loss"),
             "grad_norm": logs.get("policy/grad_norm"),
             "lr": logs.get("policy/policy_lr"),
+            "kl": logs.get("policy/policy_kl"),
             "clip_share": logs.get("policy/loss_metrics/clip_ratio"),
             "entropy": logs.get("policy/policy_entropy"),
             "weight_version": self.inference_engine_client.weight_version,

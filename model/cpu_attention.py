@@ -1,8 +1,8 @@
-"""Attention of short sequences on a CPU, with the rounding of vLLM's CPU kernel.
+"""Attention of short sequences on a CPU, with the rounding of the kernel that vLLM has for that CPU.
 
-Like that kernel, and unlike PyTorch's on float32 inputs, it rounds the probabilities to the model's dtype before they
-meet the values, and divides by their exact sum after. For sequences of some dozens of tokens it is also faster than
-PyTorch's flash kernel, which takes eight times as long in bfloat16 as in float32.
+Where that multiplies with AMX, probabilities are rounded to bfloat16 before they meet the values; they are divided by
+their exact sum after. For sequences of some dozens of tokens it is also faster than PyTorch's flash kernel, which takes
+eight times as long in bfloat16 as in float32.
 """
 
 from typing import Any
@@ -14,6 +14,11 @@ LONGEST = 256
 """Tokens up to which all scores are kept: 4 bytes a head and pair of tokens."""
 
 
+def kernel_rounds(dtype: torch.dtype, dim: int) -> bool:
+    """Whether vLLM's kernel for heads of so many values rounds probabilities (`_get_attn_isa` of its `cpu_attn`)."""
+    return dtype == torch.bfloat16 and dim % 32 == 0 and torch.cpu._is_amx_tile_supported()
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -22,7 +27,8 @@ class _Attention(torch.autograd.Function):
         scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale)
         weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
         total = weights.sum(-1, keepdim=True)
-        weights = weights.to(dtype).float()
+        if kernel_rounds(dtype, q.shape[-1]):
+            weights = weights.to(dtype).float()
         output = torch.bmm(weights, v).div_(total)
         ctx.save_for_backward(q, k, v, weights.div_(total), output)
         ctx.scale, ctx.dtype = scale, dtype

@@ -33,6 +33,33 @@ def test_a_right_model_and_right_data_pass_in_silence(content: dict[str, Any], w
     assert check(content, write) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "overrides", "message"),
+    [
+        ({"vocab_size": 64}, [], "its vocab_size is 64, the policy's 32"),
+        ({"num_experts": 16}, [], "its num_experts is 16, the policy's 8"),
+        ({"num_experts": 16}, ["beam.r3=false"], None),
+        ({"num_experts": 16}, ["trainer.algorithm.use_kl_loss=false"], None),
+    ],
+)
+def test_a_reference_that_cannot_score_the_policys_tokens_is_refused(
+    change: dict[str, int],
+    overrides: list[str],
+    message: str | None,
+    content: dict[str, Any],
+    write: Any,
+    tmp_path: Path,
+) -> None:
+    config = BeamConfig(**tiny.ARCHITECTURE | change, architectures=["BeamForCausalLM"], dtype="bfloat16")
+    save_hf(tmp_path / "other", config, initial_tensors(config, 1, torch.bfloat16))
+    content["trainer"] |= {"algorithm": {"use_kl_loss": True}, "ref": {"model": {"path": str(tmp_path / "other")}}}
+    if message is None:
+        assert check(content, write, *overrides) == []
+    else:
+        with pytest.raises(BadInput, match=message):
+            check(content, write, *overrides)
+
+
 def test_a_folder_without_a_config_is_named(content: dict[str, Any], write: Any, model: Path) -> None:
     (model / "config.json").unlink()
     with pytest.raises(BadInput, match=r"config\.json"):

@@ -131,6 +131,18 @@ MISTAKES = [
     ),
     (["generator.eval_sampling_params.max_generate_length=0"], r"eval_sampling_params\.max_generate_length=0"),
     (["generator.inference_engine.num_engines=2"], r"num_engines=2.*device=cpu"),
+    (["trainer.placement.policy_num_gpus_per_node=3"], r"samples do not divide over 3 data-parallel ranks"),
+    (
+        ["trainer.placement.policy_num_gpus_per_node=2", "trainer.placement.ref_num_gpus_per_node=1"],
+        r"ref_num_gpus_per_node=1: must be 2 \(the reference has the policy's layout",
+    ),
+    (
+        [
+            "trainer.policy.megatron_config.tensor_model_parallel_size=2",
+            "trainer.ref.megatron_config.tensor_model_parallel_size=4",
+        ],
+        r"trainer\.ref\.megatron_config\.tensor_model_parallel_size=4: must be 2",
+    ),
     (["generator.inference_engine.data_parallel_size=2"], r"data_parallel_size=2.*device=cpu"),
     (["environment.env_class=beam_maths"], r"env_class='beam_maths'.*beam_math"),
     (["data.train_data=null"], r"data\.train_data"),
@@ -219,6 +231,20 @@ def test_cuda_graphs_are_refused_where_they_cannot_be(
     given = ["trainer.placement.colocate_all=false", "beam.cuda_graphs=true", *overrides]
     assert main(["train", path, "--dry-run", *given]) == (2 if message else 0)
     assert message is None or re.search(message, capsys.readouterr().err)
+
+
+def test_a_reference_has_the_policys_layout(content: dict[str, Any], write: Any) -> None:
+    """Its engine is built with the policy's, so that sizes of its own would have done nothing."""
+    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    content["trainer"]["policy"]["megatron_config"] = sizes
+    content["trainer"]["placement"] = {"policy_num_nodes": 2, "policy_num_gpus_per_node": 4}
+    loaded = recipe.load(write(content))
+    reference, placement = loaded.trainer.ref.megatron_config, loaded.trainer.placement
+    assert {name: getattr(reference, name) for name in sizes} == sizes
+    assert (placement.ref_num_nodes, placement.ref_num_gpus_per_node) == (2, 4)
+    apart = ["trainer.placement.colocate_policy_ref=false", "trainer.algorithm.use_kl_loss=true"]
+    assert recipe.load(write(content), apart).reference_size == 1
+    assert recipe.load(write(content), apart[1:]).reference_size == 0
 
 
 @pytest.mark.parametrize(("colocated", "expected"), [("true", False), ("false", None)])

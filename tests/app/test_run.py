@@ -66,8 +66,11 @@ def steps(folder: Path) -> list[int]:
 def test_a_run_that_is_killed_leaves_nothing_and_goes_on_where_it_was(
     content: dict[str, Any], write: Any, tmp_path: Path
 ) -> None:
+    """With two trainer processes, which share the experts out, and a reference model beside them."""
     # A random model solves nothing, so no group is informative; the overlong penalty still makes advantages.
-    content["trainer"]["algorithm"] = {"dynamic_sampling": {"type": None}}
+    content["trainer"]["algorithm"] = {"dynamic_sampling": {"type": None}, "use_kl_loss": True}
+    content["trainer"]["placement"] = {"policy_num_gpus_per_node": 2}
+    content["trainer"]["policy"]["megatron_config"] = {"expert_model_parallel_size": 2}
     content["trainer"]["max_training_steps"] = 4
     content["beam"] |= {"precision": "fp32", "gap": {"without_r3_interval": 1}}  # so that any other weights show
     recipe, folder, log = write(content), tmp_path / "run", tmp_path / "log"
@@ -100,6 +103,8 @@ def test_a_run_that_is_killed_leaves_nothing_and_goes_on_where_it_was(
     assert all(line["updates"] == 2 and line["grad_norm"] > 0 for line in done)
     assert all(line["gap_mean"] is not None and line["gap_mean_no_r3"] is not None for line in done)
     assert max(line["gap_max"] for line in done) < 1e-4, "the rollout must run on the trainer's weights at every step"
+    first, *later = (line["kl"] for line in done)
+    assert 0 <= first < min(later), "the policy must leave the reference, which is the model that training began with"
 
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["updates"]) == (4, 8)
