@@ -44,6 +44,8 @@ def settings(recipe: Recipe) -> None:
         "generator.eval_n_samples_per_prompt": generator.eval_n_samples_per_prompt,
         "trainer.placement.policy_num_nodes": trainer.placement.policy_num_nodes,
         "trainer.placement.policy_num_gpus_per_node": trainer.placement.policy_num_gpus_per_node,
+        "trainer.placement.ref_num_nodes": trainer.placement.ref_num_nodes,
+        "trainer.placement.ref_num_gpus_per_node": trainer.placement.ref_num_gpus_per_node,
         "generator.inference_engine.num_engines": generator.inference_engine.num_engines,
     }
     for key, value in positive.items():
@@ -85,6 +87,11 @@ def divides(recipe: Recipe) -> None:
     if recipe.world_size % recipe.model_parallel:
         raise BadInput(
             f"trainer.placement: {recipe.world_size} processes do not divide by "
+            f"tensor * pipeline * context parallel = {recipe.model_parallel}."
+        )
+    if recipe.reference_size % recipe.model_parallel:
+        raise BadInput(
+            f"trainer.placement: {recipe.reference_size} processes of the reference do not divide by "
             f"tensor * pipeline * context parallel = {recipe.model_parallel}."
         )
     if mini * samples % recipe.data_parallel:

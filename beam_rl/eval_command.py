@@ -228,7 +228,7 @@ def write_page(folder: Path, results: Results | None = None) -> None:
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM ends the block as Ctrl-C does: what is done is kept, servers are stopped."""
-    before = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, lifetime.interrupter())
     try:
         yield
     finally:

@@ -58,6 +58,7 @@ def measured(
         recipe = prepare_tiny(recipe, console)
     if model is not None:
         recipe = recipe.with_values(trainer__policy__model__path=str(model.absolute()))
+    recipe = recipe.with_values(trainer__algorithm__use_kl_loss=False)  # nobody trains: no reference is needed
     tokenizer, train, held_out = inputs.load(recipe, console.say)
     for name in chosen:
         precision.fits(recipe, inputs.load_model(Path(recipe.trainer.policy.model.path)), name)

@@ -45,11 +45,11 @@ def ray_session(recipe: Recipe, temp_dir: Path, log_dir: Path) -> Iterator[None]
     if recipe.beam.ray_address is not None:
         ray.init(address=recipe.beam.ray_address, runtime_env={"env_vars": variables}, log_to_driver=False)
     else:
+        devices = recipe.world_size + recipe.reference_size + 1  # one is the engine's
         ray.init(
             address="local",
-            num_cpus=max(4, os.cpu_count() or 1),  # logical: Ray counts actors, it does not pin them
-            # on a CPU logical ones, by which SkyRL schedules; one is the engine's
-            num_gpus=recipe.world_size + recipe.reference_size + 1 if recipe.beam.device == "cpu" else None,
+            num_cpus=max(os.cpu_count() or 1, devices + 2),  # logical: Ray counts actors, it does not pin them
+            num_gpus=devices if recipe.beam.device == "cpu" else None,
             object_store_memory=OBJECT_STORE_BYTES if recipe.beam.device == "cpu" else None,
             include_dashboard=False,
             log_to_driver=False,

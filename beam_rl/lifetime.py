@@ -39,14 +39,15 @@ def bounded(log_dir: Path) -> Iterator[Path]:
     changes = {watchdog.VARIABLE: marker, "SPT_NOENV": "1", "TMPDIR": str(temp_dir)}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
-    interrupt = interrupter()
-    heard = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
-    previous = [(each, signal.signal(each, interrupt)) for each in heard]
+    interrupt, previous = interrupter(), {}
     try:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(each) != signal.SIG_IGN:
+                previous[each] = signal.signal(each, interrupt)
         yield temp_dir
     finally:
-        for each, handler in previous:
-            signal.signal(each, handler)
+        for each, handler in previous.items():
+            signal.signal(each, handler or signal.SIG_DFL)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

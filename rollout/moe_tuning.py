@@ -128,15 +128,15 @@ def search(
 def table(found: Iterable[Tuned], default: Callable[[int], Tiles]) -> str:
     """The file's content: tiles by number of tokens.
 
-    vLLM takes the nearest entry for every batch. So those for which it has other defaults than for the nearest one that
-    was timed keep them: what is best for 256 tokens need not be better than the default for 1,024.
+    vLLM takes the nearest entry for every batch. So batches far from those that were timed, for which it has other
+    defaults, get entries with them: what is best for 256 tokens need not be better than the default for 1,024.
     """
     entries = {tuned.tokens: tuned.tiles for tuned in found}
     timed = list(entries)
     for tokens in BETWEEN:
-        nearest = min(timed, key=lambda size: abs(size - tokens))
-        if default(tokens) != default(nearest):
-            entries.setdefault(tokens, default(tokens))
+        least = min(abs(size - tokens) for size in timed)
+        if default(tokens) not in (default(size) for size in timed if abs(size - tokens) == least):
+            entries[tokens] = default(tokens)
     return json.dumps({str(tokens): entries[tokens] for tokens in sorted(entries)}, indent=4) + "\n"
 
 

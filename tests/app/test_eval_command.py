@@ -1,12 +1,13 @@
 """The commands' options: mistakes are named before anything is started or written."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from beam_rl.cli import main, parser
-from beam_rl.eval_command import fingerprint, sampling_of
+from beam_rl.eval_command import fingerprint, sampling_of, terminated_as_interrupted
 
 END = ["--endpoint", "http://127.0.0.1:9"]
 
@@ -120,3 +121,13 @@ def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
     assert second["config_hash"] == first["config_hash"]
     (tmp_path / "config.json").write_text("{ }")
     assert fingerprint(tmp_path)["config_hash"] != first["config_hash"]
+
+
+def test_an_evaluation_in_a_shells_background_hears_sigterm() -> None:
+    """There SIGINT is ignored, and SIGTERM got the same handler."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), terminated_as_interrupted():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, before)

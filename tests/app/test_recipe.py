@@ -132,9 +132,23 @@ MISTAKES = [
     (["generator.eval_sampling_params.max_generate_length=0"], r"eval_sampling_params\.max_generate_length=0"),
     (["generator.inference_engine.num_engines=2"], r"num_engines=2.*device=cpu"),
     (["trainer.placement.policy_num_gpus_per_node=3"], r"samples do not divide over 3 data-parallel ranks"),
+    (["trainer.placement.ref_num_gpus_per_node=2"], r"ref_num_gpus_per_node=2: must be 1"),
+    (
+        ["trainer.ref.megatron_config.context_parallel_size=2"],
+        r"ref\.megatron_config\.context_parallel_size=2: must be 1",
+    ),
     (
         ["trainer.placement.policy_num_gpus_per_node=2", "trainer.placement.ref_num_gpus_per_node=1"],
         r"ref_num_gpus_per_node=1: must be 2 \(the reference has the policy's layout",
+    ),
+    (
+        [
+            "trainer.algorithm.use_kl_loss=true",
+            "trainer.placement.colocate_policy_ref=false",
+            "trainer.placement.policy_num_gpus_per_node=2",
+            "trainer.policy.megatron_config.tensor_model_parallel_size=2",
+        ],
+        r"1 processes of the reference do not divide by tensor \* pipeline \* context parallel = 2",
     ),
     (
         [
@@ -242,16 +256,41 @@ def test_a_reference_has_the_policys_layout(content: dict[str, Any], write: Any)
     reference, placement = loaded.trainer.ref.megatron_config, loaded.trainer.placement
     assert {name: getattr(reference, name) for name in sizes} == sizes
     assert (placement.ref_num_nodes, placement.ref_num_gpus_per_node) == (2, 4)
-    apart = ["trainer.placement.colocate_policy_ref=false", "trainer.algorithm.use_kl_loss=true"]
+    apart = ["trainer.algorithm.use_kl_loss=true", "trainer.placement.colocate_policy_ref=false"]
     assert recipe.load(write(content), apart).reference_size == 1
-    assert recipe.load(write(content), apart[1:]).reference_size == 0
+    assert recipe.load(write(content), apart[:1]).reference_size == 0
+    together = recipe.load(write(content), [*apart, "trainer.placement.colocate_all=true", "beam.device=gpu"])
+    assert (together.reference_size, together.trainer.placement.ref_num_gpus_per_node) == (0, 4)
 
 
-@pytest.mark.parametrize(("colocated", "expected"), [("true", False), ("false", None)])
-def test_no_graphs_keep_memory_that_the_rollout_needs(colocated: str, expected: bool | None) -> None:
+def test_a_resolved_recipe_may_get_another_layout(content: dict[str, Any], write: Any, tmp_path: Path) -> None:
+    """A resumed run reads its own resolved recipe, and the keys that follow from the layout were in its way."""
+    content["trainer"]["placement"] = {"policy_num_gpus_per_node": 2}
+    content["trainer"]["policy"]["megatron_config"] = {"tensor_model_parallel_size": 2}
+    (tmp_path / "resolved").mkdir()
+    resolved = tmp_path / "resolved" / "recipe.yaml"
+    first = recipe.load(write(content))
+    resolved.write_text(first.to_yaml())
+    assert recipe.load(resolved).values == first.values
+    other = [
+        "trainer.placement.policy_num_gpus_per_node=4",
+        "trainer.policy.megatron_config.tensor_model_parallel_size=1",
+    ]
+    again = recipe.load(resolved, other)
+    assert again.trainer.placement.ref_num_gpus_per_node == 4
+    assert again.trainer.ref.megatron_config.tensor_model_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("colocated", "reference", "expected"),
+    [("true", "false", False), ("false", "true", False), ("false", "false", None)],
+)
+def test_no_graphs_keep_memory_that_rollout_or_reference_need(
+    colocated: str, reference: str, expected: bool | None
+) -> None:
     path = Path(__file__).parents[2] / "recipes" / "h200" / "bf16.yaml"
-    loaded = recipe.load(path, [f"trainer.placement.colocate_all={colocated}"])
-    assert precision.chosen(loaded).cuda_graphs is expected
+    given = [f"trainer.placement.colocate_all={colocated}", f"trainer.algorithm.use_kl_loss={reference}"]
+    assert precision.chosen(recipe.load(path, given)).cuda_graphs is expected
 
 
 @pytest.mark.parametrize(("precision", "budget"), [("lora", 0.01), ("bf16", 0.01), ("mxfp8", 0.03)])

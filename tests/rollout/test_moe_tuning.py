@@ -82,6 +82,8 @@ def test_a_batch_far_from_those_that_were_timed_keeps_its_default() -> None:
     written = json.loads(table(timed, default))
     assert [tiles(tokens)["BLOCK_SIZE_M"] for tokens in (1, 8, 14, 200, 256, 300)] == [32] * 6
     assert [tiles(tokens)["BLOCK_SIZE_M"] for tokens in (1024, 4096, 20_000)] == [128] * 3
+    timed = [Tuned(tokens, 100.0, 50.0, DEFAULT | {"BLOCK_SIZE_M": 32}, 9) for tokens in (32, 64)]
+    assert "48" not in json.loads(table(timed, default))  # as near to one as to the other, whose default it has
 
 
 def test_the_shape_follows_the_layout() -> None:

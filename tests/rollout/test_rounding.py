@@ -52,5 +52,4 @@ def test_probabilities_are_rounded_where_the_rollouts_kernel_rounds_them(
 
     share, rule = alike(), cpu_attention.kernel_rounds
     monkeypatch.setattr(cpu_attention, "kernel_rounds", lambda *given: not rule(*given))
-    assert share > 0.9
-    assert alike() < 0.85
+    assert share > alike() + 0.1
