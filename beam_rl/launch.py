@@ -48,7 +48,7 @@ def ray_session(recipe: Recipe, temp_dir: Path, log_dir: Path) -> Iterator[None]
         devices = recipe.world_size + recipe.reference_size + 1  # one is the engine's
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, devices + 2),  # logical: Ray counts actors, it does not pin them
+            num_cpus=max(os.cpu_count() or 1, devices + 2),  # logical: Ray counts actors, SkyRL's too, and pins none
             num_gpus=devices if recipe.beam.device == "cpu" else None,
             object_store_memory=OBJECT_STORE_BYTES if recipe.beam.device == "cpu" else None,
             include_dashboard=False,

@@ -92,12 +92,18 @@ def summary(
         "updates": sum(record["updates"] for record in steps),
         "startup_seconds": startup_seconds,
         "step_seconds_median": statistics.median(record["step_seconds"] for record in steps) if steps else None,
+        "overhead_share_median": statistics.median(map(overhead_share, steps)) if steps else None,
         "seconds_by_phase": seconds_by_phase(steps),
         "peak_rss_bytes": peak_rss,
         "seed": recipe.trainer.seed,
         "precision": recipe.beam.precision,
         "r3": recipe.beam.r3,
     }
+
+
+def overhead_share(step: Mapping[str, Any]) -> float:
+    """The share of a step that is neither generation nor training."""
+    return (step["seconds"]["sync"] + step["seconds"]["other"]) / step["step_seconds"]
 
 
 def seconds_by_phase(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from beam_rl import schema
 from beam_rl.defaults import CPU, DAPO
 from beam_rl.model.errors import BadInput
 from beam_rl.settings import BeamSettings
-from beam_rl.tree import assign, lookup, merge, parse_override, read
+from beam_rl.tree import assign, drop, lookup, merge, parse_override, read
 
 if TYPE_CHECKING:
     from skyrl.train.config import SkyRLTrainConfig
@@ -155,11 +155,9 @@ class Recipe:
         """The resolved recipe: loading it gives this recipe again."""
         beam = self.beam.model_dump() | {"run_dir": str(self.run_dir)}
         values = deepcopy(self.values)
-        for path in ("ckpt_path", "export_path", "log_path"):  # follow the run's folder, also when it is moved
-            del values["trainer"][path]
-        for key in reference_keys(values):  # follow the policy's layout, also when a resumed run has another
-            section, name = key.rsplit(".", 1)
-            lookup(values, section).pop(name, None)
+        paths = ("trainer.ckpt_path", "trainer.export_path", "trainer.log_path")
+        for key in (*paths, *reference_keys(values)):  # they follow the folder, and the layout, of whoever reads this
+            drop(values, key)
         body = yaml.safe_dump({"beam": beam, **values}, sort_keys=False, width=120, allow_unicode=True)
         return f"# The resolved recipe {self.name}. Keys that are not here have SkyRL 0.4.0's defaults.\n{body}"
 

@@ -65,6 +65,15 @@ def assign(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
+def drop(values: dict[str, Any], key: str) -> None:
+    """Remove a dotted key, and the sections that it leaves empty; there may be none."""
+    first, _, rest = key.partition(".")
+    if rest and isinstance(values.get(first), dict):
+        drop(values[first], rest)
+    if not rest or values.get(first) == {}:
+        values.pop(first, None)
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the values of `over` on top, section by section; neither is changed."""
     result = deepcopy(dict(base))

@@ -64,7 +64,7 @@ sys.exit(cli.main(["train", recipe]))
     ("case", "signals"),
     [
         ("timeout", ["SIGTERM", "SIGTERM"]),  # it signals its child, then the group
-        ("timeout -s INT", ["SIGINT", "SIGINT"]),
+        ("release", ["SIGINT", "SIGINT"]),  # as of `timeout -s INT`, while the first one is being obeyed
         ("Ctrl-C", ["SIGINT"]),
         ("release", ["SIGTERM"]),
         ("error", []),

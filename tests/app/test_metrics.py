@@ -3,11 +3,12 @@
 import json
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from beam_rl import checkpoints
-from beam_rl.metrics import MetricsFile, read_lines, summary
+from beam_rl.metrics import PHASES, MetricsFile, read_lines, summary
 from beam_rl.model.errors import BadInput
 from beam_rl.problems import Problems, ProblemStream
 from beam_rl.recipe import load
@@ -51,6 +52,14 @@ def test_metrics_are_strict_json(tmp_path: Path) -> None:
     assert json.loads(metrics.path.read_text()) == {"kind": "eval", "se": None, "deep": {"x": [None, 1.0]}}
 
 
+def test_what_is_neither_generation_nor_training_is_a_share_of_the_median_step(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("beam: {tiny: {}}")
+    seconds = dict.fromkeys(PHASES, 0.1)
+    steps: Any = [step(n, seconds=seconds | {"other": other}) for n, other in enumerate((0.1, 0.5, 0.2), 1)]
+    assert summary(load(path), steps, [], 0.0, 0)["overhead_share_median"] == pytest.approx(0.15)
+
+
 def test_the_summary_has_the_documented_keys(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("beam: {tiny: {}}")
@@ -58,8 +67,8 @@ def test_the_summary_has_the_documented_keys(tmp_path: Path) -> None:
     numbers = summary(load(path), [step(1), step(2)], evals, 61.0, 5 * 2**30)  # type: ignore[list-item]
     assert list(numbers) == [
         "avg8_before", "avg8_after", "se_before", "se_after", "gap_mean_worst_step", "gap_mean", "gap_max", "steps",
-        "updates", "startup_seconds", "step_seconds_median", "seconds_by_phase", "peak_rss_bytes", "seed", "precision",
-        "r3",
+        "updates", "startup_seconds", "step_seconds_median", "overhead_share_median", "seconds_by_phase",
+        "peak_rss_bytes", "seed", "precision", "r3",
     ]  # fmt: skip
     assert (numbers["avg8_before"], numbers["avg8_after"], numbers["updates"]) == (0.5, 0.7, 4)
     assert numbers["gap_mean_worst_step"] == 0.002
