@@ -1,6 +1,7 @@
 """A grader, and an OpenAI-compatible server over real sockets that does whatever a test wants it to do wrong."""
 
 import json
+import random
 import socket
 import struct
 import threading
@@ -51,6 +52,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        time.sleep(random.uniform(0, 0.005))  # whoever relies on an order among requests in flight fails soon
         with self.owner.counting():
             self.owner.requests.append(body)
             self.owner.keys.add(self.headers["authorization"])
@@ -130,7 +132,7 @@ class Server:
         return _Count(self)
 
     def asked(self) -> list[str]:
-        """The user's messages, in order."""
+        """The user's messages, as they arrived: requests in flight at once have no order."""
         return [body["messages"][-1]["content"] for body in list(self.requests)]
 
 

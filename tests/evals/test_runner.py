@@ -188,11 +188,13 @@ def test_settings_reach_the_server_and_the_key_stays_out_of_the_folder(
 ) -> None:
     settings = {"reasoning_effort": "minimal", "temperature": 0.5, "top_p": 0.25, "max_tokens": 33}
     evaluate(**settings, api_key="s3cret", prompt="Q {problem}")
-    body = server.requests[0]
-    assert (body["model"], body["reasoning_effort"]) == ("m", "minimal")
-    assert (body["temperature"], body["top_p"], body["max_tokens"]) == (0.5, 0.25, 33)
-    assert "seed" not in body
-    assert body["messages"] == [{"role": "user", "content": "Q problem 0"}]
+    assert len(server.requests) == 20
+    for body in server.requests:
+        assert (body["model"], body["reasoning_effort"]) == ("m", "minimal")
+        assert (body["temperature"], body["top_p"], body["max_tokens"]) == (0.5, 0.25, 33)
+        assert "seed" not in body
+        assert [message["role"] for message in body["messages"]] == ["user"]
+    assert collections.Counter(server.asked()) == {f"Q problem {index}": 2 for index in range(10)}
     assert server.keys == {"Bearer s3cret"}
     assert not any("s3cret" in path.read_text() for path in (tmp_path / "out").iterdir() if path.is_file())
 
