@@ -270,11 +270,15 @@ def cuda_graphs(recipe: Recipe, chosen: "Precision") -> None:
     key = "beam.cuda_graphs=true"
     if recipe.beam.device == "cpu":
         raise BadInput(f"{key}: there is no GPU with beam.device=cpu. Remove it.")
-    if recipe.trainer.placement.colocate_all:
-        raise BadInput(
-            f"{key}: graphs keep memory, which trainer.placement.colocate_all=true lends to the rollout. "
-            "Remove one of them."
-        )
+    for shared, name, borrower in (
+        (recipe.trainer.placement.colocate_all, "colocate_all", "rollout"),
+        (recipe.shares_reference, "colocate_policy_ref", "reference"),
+    ):
+        if shared:
+            raise BadInput(
+                f"{key}: graphs keep memory, which trainer.placement.{name}=true lends to the {borrower}. "
+                f"Set that to false, or remove {key}."
+            )
     if recipe.trainer.gradient_checkpointing:
         raise BadInput(f"{key}: excludes trainer.gradient_checkpointing=true. Remove one of them.")
     try:

@@ -230,7 +230,8 @@ def test_a_recipe_for_gpus_is_checked_without_one(name: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("bf16", ["trainer.placement.colocate_all=true"], r"beam\.cuda_graphs=true: graphs keep memory"),
+        ("bf16", ["trainer.placement.colocate_all=true"], r"cuda_graphs=true: .*\.colocate_all=true lends to the roll"),
+        ("bf16", ["trainer.algorithm.use_kl_loss=true"], r"true: .*\.colocate_policy_ref=true lends to the reference"),
         ("bf16", ["trainer.gradient_checkpointing=true"], r"cuda_graphs=true: excludes trainer\.gradient_checkp"),
         ("mxfp8", [], r"beam\.cuda_graphs is True: .*no MXFP8"),
         ("lora", ["beam.lora.lora_dropout=0.1"], r"beam\.cuda_graphs is True: .*no dropout"),
