@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -137,10 +138,15 @@ def parsed(argument: str) -> tuple[str, Any]:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listened on a moment ago."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A loopback port that nobody listens on. Raises ServerFailed.
+
+    Not one that the kernel would give: until the server has started, it might give it to a connection.
+    """
+    for port in random.SystemRandom().sample(range(20000, 30000), 100):  # engines seed `random` itself, all alike
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+    raise ServerFailed("found no free port on 127.0.0.1")
 
 
 def wait_until_ready(server: EngineServer) -> None:

@@ -96,9 +96,9 @@ class PeakMemory:
     def _watch(self) -> None:
         over = False
         while not over:
-            phase, now = self.console.current, resident_bytes()
+            before, now, after = self.console.current, resident_bytes(), self.console.current
             self.bytes = max(self.bytes, now)
-            if phase is not None:
+            for phase in {before, after} - {None}:  # a look takes a while: what began meanwhile may be what was seen
                 self.by_phase[phase] = max(self.by_phase.get(phase, 0), now)
             over = self._done.wait(MEMORY_INTERVAL)
 

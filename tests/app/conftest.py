@@ -1,11 +1,54 @@
-"""A checkpoint and problems that are right, for tests that then break one thing at a time."""
+"""A checkpoint and problems that are right, for tests that then break one thing at a time; and a run's processes."""
 
 import json
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
+
+
+class Descendants:
+    """All processes that a driver has started, directly or not, as far as they were seen; any may end at any time."""
+
+    def __init__(self, driver: "subprocess.Popen[bytes]") -> None:
+        self.driver = psutil.Process(driver.pid)
+        self.seen: set[psutil.Process] = set()
+
+    def look(self) -> None:
+        try:
+            self.seen |= set(self.driver.children(recursive=True))
+        except psutil.NoSuchProcess:
+            return
+
+    def running(self, word: str) -> psutil.Process | None:
+        """One that lives and has `word` in its command line."""
+        self.look()
+        return next((process for process in self.seen if word in command_line(process)), None)
+
+    def alive(self, patience: float = 60) -> list[str]:
+        """Command lines of those that are still there after `patience` seconds."""
+        end = time.monotonic() + patience
+        while (left := [line for line in map(command_line, self.seen) if line]) and time.monotonic() < end:
+            time.sleep(0.1)
+        return left
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty if the process has ended, also where nobody has waited for it."""
+    try:
+        return " ".join([process.name(), *process.cmdline()]) if process.status() != psutil.STATUS_ZOMBIE else ""
+    except psutil.NoSuchProcess:
+        return ""
+
+
+@pytest.fixture(scope="session")
+def descendants() -> type[Descendants]:
+    """Follows the processes that another one starts."""
+    return Descendants
 
 
 @pytest.fixture(scope="session")

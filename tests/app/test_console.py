@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,15 @@ OPENING = Opening(
     facts=[("model", "1.6 M parameters"), ("run folder", "runs/x")],
     phases=[("warm-up", 60.0), ("50 steps", 100.0), ("export", 0.0)],
 )
+
+
+NO_TIME = SimpleNamespace(monotonic=lambda: 0.0)
+"""The console's clock: a phase lasts "1 s", however busy the machine is."""
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_module, "time", NO_TIME)
 
 
 def test_step_line_has_every_number() -> None:
@@ -236,7 +246,8 @@ def test_terminal_without_unicode_does_not_end_the_run() -> None:
 
 def _on_terminal(body: str, **environment: str) -> str:
     """What a script that uses the console `c` writes to a real pseudo-terminal."""
-    script = f"from beam_rl.console import Console\nc = Console()\n{body}"
+    still = "import types, beam_rl.console as module\nmodule.time = types.SimpleNamespace(monotonic=lambda: 0.0)\n"
+    script = f"{still}from beam_rl.console import Console\nc = Console()\n{body}"
     master, slave = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color"} | environment
     process = subprocess.Popen([sys.executable, "-c", script], stdout=slave, stderr=slave, env=environment)

@@ -12,15 +12,19 @@ from beam_rl.observer import PeakMemory
 
 def test_memory_that_is_free_again_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked at between phases only, the peak left out warm-up, generation, training and export."""
-    size = 200 * 2**20
+    size = 2**29  # the kernel takes back some of this process's pages at any time
     monkeypatch.setattr(observer, "MEMORY_INTERVAL", 0.2)
     console = Console(io.StringIO())
     with PeakMemory(console) as before:
         pass
     with PeakMemory(console) as memory, console.phase("training"):
         block = bytearray(b"x") * size
-        time.sleep(1.5)
+        started = time.monotonic()
+        while memory.bytes < before.bytes + size / 2:
+            assert time.monotonic() < started + 60, "nobody looks"
+            time.sleep(0.05)
         del block
-    assert memory.bytes > before.bytes + size * 0.9
+        lasted = time.monotonic() - started
+    assert memory.bytes >= before.bytes + size / 2
     assert memory.by_phase == {"training": memory.bytes}
-    assert console.seconds["training"] > 1
+    assert console.seconds["training"] >= lasted

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +362,4 @@ def test_a_mistake_does_not_wait_for_heavy_imports(content: dict[str, Any], writ
         f"code = main(['train', {str(write(content))!r}, 'trainer.sed=1']); "
         "sys.exit(code + 10 * ('torch' in sys.modules or 'ray' in sys.modules or 'vllm' in sys.modules))"
     )
-    start = time.process_time()
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 2
-    assert time.process_time() - start < 5

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -18,34 +17,6 @@ from beam_rl.model.checkpoint import HFCheckpoint
 from beam_rl.model.config import load_config
 
 MINUTES = 60
-
-
-class Descendants:
-    """All processes that a driver has started, directly or not, as far as they were seen."""
-
-    def __init__(self, driver: subprocess.Popen[bytes]) -> None:
-        self.driver = psutil.Process(driver.pid)
-        self.seen: set[psutil.Process] = set()
-
-    def look(self) -> None:
-        try:
-            self.seen |= set(self.driver.children(recursive=True))
-        except psutil.NoSuchProcess:
-            return
-
-    def alive(self, patience: float = 20) -> list[str]:
-        """Command lines of those that are still there after `patience` seconds."""
-        end = time.monotonic() + patience
-        while (left := [p for p in self.seen if lives(p)]) and time.monotonic() < end:
-            time.sleep(0.1)
-        return [" ".join(process.cmdline()) for process in left]
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def weight_files(since: float) -> list[str]:
@@ -64,7 +35,7 @@ def steps(folder: Path) -> list[int]:
 
 @pytest.mark.timeout(20 * MINUTES)
 def test_a_run_that_is_killed_leaves_nothing_and_goes_on_where_it_was(
-    content: dict[str, Any], write: Any, tmp_path: Path
+    content: dict[str, Any], write: Any, descendants: Any, tmp_path: Path
 ) -> None:
     """With two trainer processes, which share the experts out, and a reference model beside them."""
     # A random model solves nothing, so no group is informative; the overlong penalty still makes advantages.
@@ -77,7 +48,7 @@ def test_a_run_that_is_killed_leaves_nothing_and_goes_on_where_it_was(
 
     since = time.time()
     driver = run([str(recipe)], log)
-    started = Descendants(driver)
+    started = descendants(driver)
     end = time.monotonic() + 8 * MINUTES
     while len(steps(folder)) < 2:
         assert driver.poll() is None, log.read_text()[-3000:]
@@ -116,16 +87,17 @@ def test_a_run_that_is_killed_leaves_nothing_and_goes_on_where_it_was(
 
 
 @pytest.mark.timeout(12 * MINUTES)
-def test_an_interrupt_during_start_up_leaves_nothing(content: dict[str, Any], write: Any, tmp_path: Path) -> None:
+def test_an_interrupt_during_start_up_leaves_nothing(
+    content: dict[str, Any], write: Any, descendants: Any, tmp_path: Path
+) -> None:
     since = time.time()
     log = tmp_path / "log"
     driver = run([str(write(content))], log)
-    started = Descendants(driver)
+    started = descendants(driver)
     end = time.monotonic() + 4 * MINUTES
-    while not any("SingleEngineServer" in process.name() for process in started.seen if lives(process)):
+    while started.running("SingleEngineServer") is None:
         assert driver.poll() is None, log.read_text()[-3000:]
         assert time.monotonic() < end
-        started.look()
         time.sleep(0.1)
     os.kill(driver.pid, signal.SIGINT)
     assert driver.wait(timeout=2 * MINUTES) == 1

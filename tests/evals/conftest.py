@@ -52,8 +52,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        time.sleep(random.uniform(0, 0.005))  # whoever relies on an order among requests in flight fails soon
         with self.owner.counting():
+            time.sleep(random.uniform(0, 0.005))  # whoever relies on an order among requests in flight fails soon
             self.owner.requests.append(body)
             self.owner.keys.add(self.headers["authorization"])
             answer = self.owner.answer(body)

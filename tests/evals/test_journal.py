@@ -109,12 +109,15 @@ def command(server: Any, problems: Path, out: Path) -> "subprocess.Popen[bytes]"
 def test_a_killed_run_goes_on_without_drawing_anything_twice(
     how: str, server: Any, problems: Path, tmp_path: Path, right: Any
 ) -> None:
-    answered = []
+    answered: list[Any] = []
+    lock = threading.Lock()
 
     def answer(body: Any) -> Any:
-        if len(answered) >= 10:  # half way: nothing more is answered until the process is gone
+        with lock:
+            answered.append(body)
+            last = len(answered) > 10
+        if last:  # half way: nothing more is answered until the process is gone
             server.released.wait(60)
-        answered.append(body)
         return right(body)
 
     server.answer = answer
@@ -128,7 +131,10 @@ def test_a_killed_run_goes_on_without_drawing_anything_twice(
     os.kill(process.pid, getattr(signal, how))
     assert process.wait(30) == (-9 if how == "SIGKILL" else 1)
     server.released.set()
-    time.sleep(0.2)
+    end = time.monotonic() + 60
+    while server.now:  # none of the dead client's requests may be counted as the next one's
+        assert time.monotonic() < end
+        time.sleep(0.02)
     assert len(done(out)) == 10
     if how != "SIGKILL":
         assert "goes on" in (tmp_path / "log").read_text()

@@ -80,9 +80,9 @@ def test_a_lasting_fault_is_an_error_and_not_a_wrong_answer(
 
 def test_a_request_that_hangs_is_given_up_and_keeps_nobody_else(server: Any, evaluate: Any, right: Any) -> None:
     server.answer = lambda body: "hang" if body["messages"][-1]["content"].endswith("m 3") else right(body)
-    results = evaluate(timeout=1.0)
+    results = evaluate(timeout=3.0)
     assert counts(results) == {"correct": 18, "error": 2}
-    assert "no response within 1 s" in next(one.error for one in results.samples if one.is_error)
+    assert "no response within 3 s" in next(one.error for one in results.samples if one.is_error)
 
 
 def test_a_server_that_dies_keeps_what_was_done_and_the_rest_follows(
@@ -90,7 +90,7 @@ def test_a_server_that_dies_keeps_what_was_done_and_the_rest_follows(
 ) -> None:
     def dying(body: Any) -> Any:
         if len(server.requests) > 12:
-            threading.Thread(target=server.stop).start()
+            server.stop()  # before anybody can ask again
             return "close"
         return right(body)
 

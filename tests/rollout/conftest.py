@@ -37,7 +37,7 @@ class Engine:
     def __init__(self, model: Path, mxfp8: Mxfp8Settings | None = None) -> None:
         from vllm import LLM
 
-        small = {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 16}
+        small = {"kv_cache_memory_bytes": 2**24, "num_gpu_blocks_override": 16}
         arguments = engine_init_kwargs("cpu", mxfp8) | small
         self.llm: Any = LLM(
             str(model),
@@ -47,7 +47,6 @@ class Engine:
             max_model_len=128,
             max_num_batched_tokens=64,
             max_num_seqs=8,
-            gpu_memory_utilization=0.1,
             enable_return_routed_experts=True,
             disable_log_stats=False,
             **arguments,

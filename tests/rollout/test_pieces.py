@@ -221,7 +221,7 @@ async def serve(model: Path, prompt: list[int]) -> None:
             dtype="float32",
             skip_tokenizer_init=True,
             enforce_eager=True,
-            max_model_len=128,
+            max_model_len=512,
             enable_return_routed_experts=True,
             **arguments,
         )
@@ -229,7 +229,7 @@ async def serve(model: Path, prompt: list[int]) -> None:
     seen: dict[str, Any] = {}
 
     async def ask(name: str) -> Any:
-        async for output in engine.generate({"prompt_token_ids": prompt}, params(max_tokens=100), name):
+        async for output in engine.generate({"prompt_token_ids": prompt}, params(max_tokens=300), name):
             seen[name] = output
         return seen[name]
 
@@ -259,9 +259,9 @@ async def serve(model: Path, prompt: list[int]) -> None:
         assert np.array_equal(output.routed_experts, whole.routed_experts)
         assert [(s.version, s.start, s.end) for s in output.weight_versions] == [
             ("default", 0, told),
-            ("new", told, 100),
+            ("new", told, 300),
         ]
-    assert set(known) - {1, 33, 65, 97}, "what was kept was not sent before the pause was complete"
+    assert any(tokens % 32 != 1 for tokens in known), "what was kept was not sent before the pause was complete"
     assert aborted.finish_reason == "abort"
     assert len(aborted.token_ids) == len(aborted.logprobs) == len(aborted.routed_experts) - len(prompt) + 1
 

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from beam_rl import tiny
+from beam_rl.eval_server import free_port
 from beam_rl.model import fused, numerics
 from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.config import BeamConfig
@@ -103,7 +103,10 @@ def serving(model: Path, count: int, folder: Path, *options: str) -> Iterator[li
     token = folder / "token"
     token.write_text(TOKEN + "\n")
     token.chmod(0o600)
-    started = [_start(model, folder / f"server{number}.log", token, options) for number in range(count)]
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    started = [_start(model, port, folder / f"server{n}.log", token, options) for n, port in enumerate(ports)]
     try:
         end = time.monotonic() + 400
         while any(b"beam-rl serve: ready" not in server.log.read_bytes() for server in started):
@@ -119,10 +122,7 @@ def serving(model: Path, count: int, folder: Path, *options: str) -> Iterator[li
             server.process.wait(60)
 
 
-def _start(model: Path, log: Path, token: Path, options: tuple[str, ...]) -> Server:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+def _start(model: Path, port: int, log: Path, token: Path, options: tuple[str, ...]) -> Server:
     command = [sys.executable, "-m", "beam_rl", "serve", str(model), "--port", str(port)]
     command += ["--admin-token-file", str(token), "--engine", "max_num_seqs=20", "--body-timeout", "5", *options]
     # More routes to keep closed; and the log lists them, which an engine that ran in this process may have silenced.
