@@ -3,7 +3,6 @@
 import shutil
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,8 @@ def test_a_full_disk_costs_a_version_not_the_run(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     publisher.step(1, export)
-    started = time.monotonic()
-    publisher.close(10)
-    assert time.monotonic() - started < 10
+    publisher.close(60)
+    assert not any(thread.name == "publish" and thread.is_alive() for thread in threading.enumerate())
     assert "could not be written" in notes[0]
     assert not list((tmp_path / "publish").iterdir())
 
