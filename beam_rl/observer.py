@@ -98,8 +98,9 @@ class PeakMemory:
         while not over:
             before, now, after = self.console.current, resident_bytes(), self.console.current
             self.bytes = max(self.bytes, now)
-            for phase in {before, after} - {None}:  # a look takes a while: what began meanwhile may be what was seen
-                self.by_phase[phase] = max(self.by_phase.get(phase, 0), now)
+            for phase in {before, after}:  # a look takes a while: what began meanwhile may be what was seen
+                if phase is not None:
+                    self.by_phase[phase] = max(self.by_phase.get(phase, 0), now)
             over = self._done.wait(MEMORY_INTERVAL)
 
 
