@@ -40,7 +40,8 @@ class Descendants:
 def command_line(process: psutil.Process) -> str:
     """Empty if the process has ended, also where nobody has waited for it."""
     try:
-        return " ".join([process.name(), *process.cmdline()]) if process.status() != psutil.STATUS_ZOMBIE else ""
+        lives = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return " ".join([process.name(), *process.cmdline()]) if lives else ""
     except psutil.NoSuchProcess:
         return ""
 
