@@ -112,7 +112,7 @@ def serving(
     environment = os.environ | {"VLLM_NO_USAGE_STATS": "1"}
     if where == "cpu":
         environment |= {name: os.environ.get(name, value) for name, value in CPU_ENVIRONMENT.items()}
-    port = free_port()
+    (port,) = free_ports(1)
     with log.open("ab") as output:
         process = subprocess.Popen(
             command(model, where, port, concurrency, dict(map(parsed, extra))),
@@ -137,16 +137,19 @@ def parsed(argument: str) -> tuple[str, Any]:
         return name.replace("-", "_"), value
 
 
-def free_port() -> int:
-    """A loopback port that nobody listens on. Raises ServerFailed.
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listens on, all different. Raises ServerFailed.
 
-    Not one that the kernel would give: until the server has started, it might give it to a connection.
+    Not those that the kernel would give: until a server has started, it might give them to a connection.
     """
+    found: list[int] = []
     for port in random.SystemRandom().sample(range(20000, 30000), 100):  # engines seed `random` itself, all alike
         with socket.socket() as one, suppress(OSError):
             one.bind(("127.0.0.1", port))
-            return port
-    raise ServerFailed("found no free port on 127.0.0.1")
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise ServerFailed(f"found no {count} free ports on 127.0.0.1")
 
 
 def wait_until_ready(server: EngineServer) -> None:

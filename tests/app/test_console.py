@@ -60,13 +60,10 @@ OPENING = Opening(
 )
 
 
-NO_TIME = SimpleNamespace(monotonic=lambda: 0.0)
-"""The console's clock: a phase lasts "1 s", however busy the machine is."""
-
-
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console_module, "time", NO_TIME)
+    """The console's clock stands still: a phase lasts "1 s", however busy the machine is."""
+    monkeypatch.setattr(console_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def test_step_line_has_every_number() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from beam_rl.cli import main, parser
 from beam_rl.eval_command import fingerprint, sampling_of, terminated_as_interrupted
+from beam_rl.eval_server import free_ports
 
 END = ["--endpoint", "http://127.0.0.1:9"]
 
@@ -131,3 +132,10 @@ def test_an_evaluation_in_a_shells_background_hears_sigterm() -> None:
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_ports_of_servers_are_not_among_those_of_connections() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = free_ports(20)
+    assert len(set(found)) == 20
+    assert max(found) < first

@@ -2,6 +2,7 @@
 
 import io
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -28,3 +29,17 @@ def test_memory_that_is_free_again_was_counted(monkeypatch: pytest.MonkeyPatch) 
     assert memory.bytes >= before.bytes + size / 2
     assert memory.by_phase == {"training": memory.bytes}
     assert console.seconds["training"] >= lasted
+
+
+def test_a_phase_that_begins_during_a_look_may_be_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(io.StringIO())
+    with ExitStack() as phase:
+
+        def look() -> int:
+            phase.enter_context(console.phase("training"))
+            return 7
+
+        monkeypatch.setattr(observer, "resident_bytes", look)
+        with PeakMemory(console) as memory:
+            pass
+    assert memory.by_phase == {"training": 7}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from beam_rl.eval_server import free_port
+from beam_rl.eval_server import free_ports
 from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.tensors import initial_tensors
 from beam_rl.rollout import drafter
@@ -91,7 +91,7 @@ def run(report: Tell) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write(folder)
-        ports = {name: free_port() for name in PROFILES}
+        ports = dict(zip(PROFILES, free_ports(len(PROFILES)), strict=True))
         commands = {name: command(folder, name, ports[name]) for name in PROFILES}
         with started(folder, commands, ports, {}) as servers:
             for name, server in servers.items():

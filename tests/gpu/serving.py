@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from beam_rl.eval_server import free_port
+from beam_rl.eval_server import free_ports
 from tests.gpu.engines import ENVIRONMENT
 
 PATIENCE = 200.0
@@ -88,7 +88,7 @@ class Server:
 def serving(model: Path, receivers: Mapping[str, Receiver]) -> Iterator[dict[str, Server]]:
     """Servers of a model with random weights, by name; they begin to start, all at once. Logs go beside the model."""
     module = [sys.executable, "-m", "tests.gpu.sync_server"]
-    ports = {name: free_port() for name in receivers}
+    ports = dict(zip(receivers, free_ports(len(receivers)), strict=True))
     commands = {name: [*module, *_arguments(model, one, ports[name])] for name, one in receivers.items()}
     with started(model.parent, commands, ports, {name: one.gpu for name, one in receivers.items()}) as servers:
         yield servers

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from beam_rl import apart
-from beam_rl.eval_server import free_port
+from beam_rl.eval_server import free_ports
 from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.tensors import initial_tensors
 from beam_rl.rollout.offline import offline_engine
@@ -181,7 +181,8 @@ def sender(engine: Any, server: Server, kind: str, *, fused: bool = False) -> Se
         info = weight_senders.get_skyrl_ipc_trainer()[0](**common)
         client = Clocked(SkyrlWeightSyncClient([server.url]))
     else:
-        place = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
+        (port,) = free_ports(1)
+        place = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
         info = weight_senders.get_skyrl_nccl_trainer()[0](**place, **common)
         client = Clocked(SkyrlWeightSyncClient([server.url], init_payload_fn=nccl_init_payloads))
     source = EngineWeights(engine, fused_experts=fused)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from beam_rl import tiny
-from beam_rl.eval_server import free_port
+from beam_rl.eval_server import free_ports
 from beam_rl.model import fused, numerics
 from beam_rl.model.checkpoint import save_hf
 from beam_rl.model.config import BeamConfig
@@ -103,10 +103,8 @@ def serving(model: Path, count: int, folder: Path, *options: str) -> Iterator[li
     token = folder / "token"
     token.write_text(TOKEN + "\n")
     token.chmod(0o600)
-    ports: set[int] = set()
-    while len(ports) < count:
-        ports.add(free_port())
-    started = [_start(model, port, folder / f"server{n}.log", token, options) for n, port in enumerate(ports)]
+    ports = enumerate(free_ports(count))
+    started = [_start(model, port, folder / f"server{number}.log", token, options) for number, port in ports]
     try:
         end = time.monotonic() + 400
         while any(b"beam-rl serve: ready" not in server.log.read_bytes() for server in started):
